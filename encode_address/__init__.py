@@ -1,0 +1,34 @@
+"""Find, cut, move and stitch the Encode-Address circuit of hybrid language models.
+
+    import encode_address as ea
+    model = ea.load("tiny-gdn")
+    table = ea.experiments.transplant.run(model)
+
+The words (layer, block, reader, donor, host, cell, ...) are those of ARCHITECTURE.md.
+"""
+
+import nnsight
+
+__version__ = "0.1.0"
+
+# What runs inside a trace travels by value: a server has never seen this package.
+nnsight.register("encode_address")
+
+from encode_address import experiments, interventions, measure, metrics, stats, tasks  # noqa: E402
+from encode_address.errors import EncodeAddressError  # noqa: E402
+from encode_address.find import find  # noqa: E402
+from encode_address.models.hybrid import HybridModel  # noqa: E402
+from encode_address.models.loading import load  # noqa: E402
+
+__all__ = [
+    "EncodeAddressError",
+    "HybridModel",
+    "experiments",
+    "find",
+    "interventions",
+    "load",
+    "measure",
+    "metrics",
+    "stats",
+    "tasks",
+]

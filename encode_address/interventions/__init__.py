@@ -1,0 +1,26 @@
+"""Interventions and readouts to be used INSIDE an nnsight trace.
+
+Each is a module-level function of a few lines that uses torch only, takes envoys and tensors and returns
+tensors, so that it runs unchanged locally and on a server that has never seen this package. None loops over
+prompts and none computes a metric (those are in `measure`).
+"""
+
+from encode_address.interventions.heads import head_outputs, remove_head
+from encode_address.interventions.outputs import capture, mixer_output, remove, transplant
+from encode_address.interventions.query_key import attention_row, entry_attention, final_attention, query_and_key
+from encode_address.interventions.state import read_cache, write_cache
+
+__all__ = [
+    "attention_row",
+    "capture",
+    "entry_attention",
+    "final_attention",
+    "head_outputs",
+    "mixer_output",
+    "query_and_key",
+    "read_cache",
+    "remove",
+    "remove_head",
+    "transplant",
+    "write_cache",
+]

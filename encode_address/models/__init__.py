@@ -1,0 +1,1 @@
+"""Hybrid models under uniform names."""

@@ -1,0 +1,194 @@
+"""What is verified about a model before any number is believed (design contract 2).
+
+`load` runs the cheap part (names, kinds, every mixer write moves the logits); `encode-address check MODEL` runs
+all. A failed check is a ModelError that names the model, the layer and what was seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import nnsight
+import torch
+
+from encode_address.errors import ModelError
+from encode_address.interventions import final_attention, mixer_output
+from encode_address.models.hybrid import HybridModel
+
+LENGTHS = (2, 17, 63, 64, 65, 93)  # prompts around the linear kernels' chunk length of 64
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One verified fact: what, whether it holds, and what was seen. `ok` None: stated, not judged."""
+
+    name: str
+    ok: bool | None
+    seen: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings about one model; `str(report)` is the one-screen report."""
+
+    model: str
+    lines: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(finding.ok is not False for finding in self.findings)
+
+    def __str__(self) -> str:
+        marks = {True: "ok    ", False: "FAILED", None: "      "}
+        return "\n".join([*self.lines, *(f"  {marks[f.ok]} {f.name:<34} {f.seen}" for f in self.findings)])
+
+
+def check(model: HybridModel, full: bool = True) -> Report:
+    """Verify `model`; raise ModelError on the first failure of the cheap part, report the rest.
+
+    Tolerances (float32): 1e-4 x max(1, standard deviation of the logits) between paths, 1e-5 for attention rows.
+    In a lower precision the differences are stated, not judged.
+    """
+    exact = model.dtype == "float32"
+    findings = [_kinds(model), _firing(model)]
+    for finding in findings:
+        if finding.ok is False:
+            raise ModelError(f"{model.name}: {finding.name}: {finding.seen}")
+    if full:
+        findings += [_identity(model), _split(model, exact), _padding(model, exact), _attention(model, exact)]
+    layout = model.layout
+    blocks = "  ".join(
+        f"{b.name} [{b.span}]" + (f" -> L{b.reader}" if b.reader is not None else "") for b in layout.blocks
+    )
+    lines = (
+        f"{model.name}: {type(model.module).__name__}, family {model.family.name} ({model.family.notes})",
+        f"  {len(layout.kinds)} layers, {len(layout.linear_layers)} linear, {len(layout.softmax_layers)} softmax; "
+        f"{model.heads} heads x {model.head_dim}; {model.dtype}, {model.attn_implementation}, {model.device}, "
+        f"fingerprint {model.fingerprint}",
+        f"  blocks  {blocks}",
+    )
+    return Report(model.name, lines, tuple(findings))
+
+
+def random_ids(model: HybridModel, rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Ordinary (not special, not added) token ids, (rows, length)."""
+    special = {*model.tokenizer.all_special_ids, *model.tokenizer.get_added_vocab().values()}
+    size = min(len(model.tokenizer), model.config.vocab_size)
+    ordinary = torch.tensor([i for i in range(size) if i not in special])
+    generator = torch.Generator().manual_seed(seed)
+    return ordinary[torch.randint(len(ordinary), (rows, length), generator=generator)]
+
+
+def _kinds(model: HybridModel) -> Finding:
+    name = "kinds agree with the config"
+    layers = model.module.get_decoder().layers
+    if len(layers) != len(model.layout.kinds):
+        return Finding(name, False, f"the config names {len(model.layout.kinds)} layers, the module has {len(layers)}")
+    for index, (layer, kind) in enumerate(zip(layers, model.layout.kinds)):
+        attr = model.family.mixer_attr(kind)
+        mixer = getattr(layer, attr, None)
+        if mixer is None:
+            return Finding(name, False, f"L{index} should be {kind} but has no {attr}")
+        if model.layers[index].mixer._module is not mixer:
+            return Finding(name, False, f"L{index}: the name `mixer` does not lead to {attr}")
+    return Finding(name, True, f"{len(layers)} layers")
+
+
+def _firing(model: HybridModel) -> Finding:
+    """Row i of one batch has noise added to layer i's mixer output; row L is untouched."""
+    name = "a write to every mixer moves logits"
+    count = len(model.layout.kinds)
+    ids = random_ids(model, 1, 12).expand(count + 1, -1)
+    noise = torch.randn(12, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    layers = model.layers
+    kinds = [model.family.returns(kind) for kind in model.layout.kinds]
+    with torch.no_grad(), model.trace(ids) as tracer:
+        got = nnsight.save([])
+        for i in range(count):
+            got.append("tuple" if isinstance(layers[i].mixer.output, tuple) else "tensor")
+            output = mixer_output(layers[i].mixer)
+            output[i] += (noise * (1 + output.float().std().cpu())).to(output)
+        logits = tracer.result.logits[:, -1].float().save()
+    for i in range(count):
+        if got[i] != kinds[i]:
+            return Finding(name, False, f"L{i}: the mixer returned a {got[i]}, the family record says {kinds[i]}")
+    moved = (logits[:-1] - logits[-1]).abs().amax(-1)
+    still = [f"L{i}" for i in range(count) if not moved[i] > 1e-4 * max(1.0, float(logits[-1].std()))]
+    if still:
+        return Finding(name, False, f"writing to the mixer of {', '.join(still)} changed nothing")
+    return Finding(name, True, f"smallest change of a logit {float(moved.min()):.3g}")
+
+
+def _identity(model: HybridModel) -> Finding:
+    ids = random_ids(model, 3, 20)
+    layers, count = model.layers, len(model.layout.kinds)
+    with torch.no_grad(), model.trace(ids) as tracer:
+        plain = tracer.result.logits.clone().save()
+    with torch.no_grad(), model.trace(ids) as tracer:
+        for i in range(count):
+            output = mixer_output(layers[i].mixer)
+            output[:] = output.clone()
+        patched = tracer.result.logits.clone().save()
+    worst = float((plain - patched).abs().max())
+    return Finding("identity patch is bit-exact", bool(torch.equal(plain, patched)), f"max difference {worst:.1g}")
+
+
+def _within(name: str, gaps: list[tuple[float, float, str]], exact: bool) -> Finding:
+    """Judge (difference, scale of the logits, what) triples against 1e-4 x max(1, scale)."""
+    difference, scale, what = max(gaps, key=lambda gap: gap[0] / max(1.0, gap[1]))
+    ok = difference <= 1e-4 * max(1.0, scale)
+    return Finding(
+        name, bool(ok) if exact else None, f"max difference {difference:.2g} at {what} (logit std {scale:.2g})"
+    )
+
+
+def _split(model: HybridModel, exact: bool) -> Finding:
+    gaps = []
+    for length in LENGTHS:
+        ids = random_ids(model, 2, length, seed=length)
+        mask = torch.ones_like(ids).to(model.device)
+        with torch.no_grad(), model.trace(ids) as tracer:
+            whole = tracer.result.logits[:, -1].float().clone().save()
+        with torch.no_grad(), model.trace(ids[:, :-1], use_cache=True) as tracer:
+            cache = tracer.result.cache.save()
+        with (
+            torch.no_grad(),
+            model.lm.trace(
+                input_ids=ids[:, -1:].to(model.device), attention_mask=mask, cache=cache, use_cache=True
+            ) as tracer,
+        ):
+            split = tracer.result.logits[:, -1].float().clone().save()
+        gaps.append((float((whole - split).abs().max()), float(whole.std()), f"{length} tokens"))
+    return _within("split execution = full forward", gaps, exact)
+
+
+def _padding(model: HybridModel, exact: bool) -> Finding:
+    ids = random_ids(model, 1, 70, seed=3)[0].tolist()
+    gaps = []
+    for length in (9, 57):
+        with torch.no_grad(), model.trace(ids[:length]) as tracer:
+            alone = tracer.result.logits[0, -1].float().clone().save()
+        with torch.no_grad(), model.trace([ids[:length], ids]) as tracer:
+            padded = tracer.result.logits[0, -1].float().clone().save()
+        gaps.append((float((alone - padded).abs().max()), float(alone.std()), f"{70 - length} pads"))
+    return _within("left padding changes nothing", gaps, exact)
+
+
+def _attention(model: HybridModel, exact: bool) -> Finding:
+    """Rows recomputed from queries and keys against the weights of the model's own eager attention."""
+    ids = random_ids(model, 2, 40, seed=4)
+    layers, indices = model.layers, model.softmax_layers
+    ops = [model.attention_op(i) for i in indices]
+    before = model.attn_implementation
+    model.module.set_attn_implementation("eager")
+    try:
+        with torch.no_grad(), model.trace(ids):
+            rows = nnsight.save([])
+            for index, op in zip(indices, ops):
+                rows.append((final_attention(layers[index].mixer, op), layers[index].mixer.output[1][:, :, -1].float()))
+    finally:
+        model.module.set_attn_implementation(before)
+    worst, where = max((float((ours - eager).abs().max()), f"L{i}") for i, (ours, eager) in zip(indices, rows))
+    ok = worst <= 1e-5
+    return Finding("attention from q and k = eager", ok if exact else None, f"max difference {worst:.2g} at {where}")

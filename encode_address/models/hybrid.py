@@ -1,0 +1,228 @@
+"""HybridModel: nnsight's TransformersModel with the same names on every family.
+
+Inside a trace use `model.layers[i].mixer`, `.mlp`, `.input_norm`, `.post_norm`, `model.mixers("G2")`,
+`model.final_norm`, `model.lm_head`, `model.embed`; softmax and linear mixers alike have `.out_proj`.
+Everything else here stays on this machine: a HybridModel that is captured by a trace travels as a plain
+view of those names (`__reduce__`), so no tokenizer and no class of this package reaches a server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from typing import Any
+
+import torch
+from nnsight.modeling.transformers import TransformersModel
+
+from encode_address.errors import ModelError, TaskError
+from encode_address.models.families import Family
+from encode_address.models.layout import Block, Layout
+
+
+class HybridModel:
+    """A loaded hybrid model. Build one with `encode_address.load`.
+
+    Attributes: `name`, `lm` (the nnsight model), `tokenizer`, `config` (the text config), `layout`,
+    `family`, `folder` (a bundled model's own files, or None), `revision`, `remote`.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        tokenizer: Any,
+        *,
+        name: str,
+        family: Family,
+        layout: Layout,
+        folder: Any = None,
+        revision: str | None = None,
+        remote: bool = False,
+    ) -> None:
+        self.lm = TransformersModel(module, tokenizer=tokenizer, task="text-generation", rename=family.rename)
+        self.name, self.tokenizer, self.family, self.layout = name, tokenizer, family, layout
+        self.folder, self.revision, self.remote = folder, revision, remote
+        self.config = self.lm._module.config.get_text_config()
+        self._fingerprint: str | None = None
+
+    # -- uniform names -------------------------------------------------------
+    @property
+    def layers(self) -> Any:
+        """The decoder layers, as nnsight envoys."""
+        return self.lm.layers
+
+    @property
+    def embed(self) -> Any:
+        return self.lm.embed
+
+    @property
+    def final_norm(self) -> Any:
+        return self.lm.final_norm
+
+    @property
+    def lm_head(self) -> Any:
+        return self.lm.lm_head
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by name; an unknown name is answered by `model.layout.block(name)`."""
+        return _Blocks({block.name: block for block in self.layout.blocks}, self.layout)
+
+    @property
+    def softmax_layers(self) -> tuple[int, ...]:
+        return self.layout.softmax_layers
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        return self.layout.linear_layers
+
+    def mixers(self, names: str) -> list[Any]:
+        """The mixer envoys of a block or union ("G2", "G2+G3") or of one layer ("L4"), in order."""
+        return [self.layers[i].mixer for i in self.layout.layers_of(names)]
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a softmax layer."""
+        return self.config.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
+
+    # -- facts ---------------------------------------------------------------
+    @property
+    def module(self) -> torch.nn.Module:
+        """The transformers module itself."""
+        return self.lm._module
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> str:
+        return str(next(self.module.parameters()).dtype).removeprefix("torch.")
+
+    @property
+    def attn_implementation(self) -> str:
+        return self.lm.attn_implementation
+
+    @property
+    def slug(self) -> str:
+        """The model's folder name in results: "Qwen/Qwen3.5-9B" -> "Qwen--Qwen3.5-9B"."""
+        return (
+            self.name.rstrip("/").split("/")[-1] if self.name.startswith((".", "/")) else self.name.replace("/", "--")
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the configuration and of a sample of every weight: it changes when the model does."""
+        if self._fingerprint is None:
+            digest = hashlib.sha256(self.module.config.to_json_string(use_diff=False).encode())
+            if self.remote:
+                digest.update(f"{self.name}@{self.revision}".encode())
+            else:
+                for key, value in self.module.state_dict().items():
+                    flat = value.detach().flatten()
+                    sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
+                    digest.update(f"{key}{tuple(value.shape)}{value.dtype}".encode() + sample.numpy().tobytes())
+            self._fingerprint = digest.hexdigest()[:16]
+        return self._fingerprint
+
+    # -- running -------------------------------------------------------------
+    def encode(self, prompts: Any) -> dict[str, torch.Tensor]:
+        """Token ids and mask, (batch, positions), for a prompt or a list of prompts.
+
+        A prompt is text, a `Prompt`, a list of token ids, or a tensor of them. Prompts of different length
+        are padded on the left, with position ids, so that position -1 is each one's last token.
+        """
+        if isinstance(prompts, torch.Tensor):
+            ids = torch.atleast_2d(prompts).to(self.device)
+            if ids.numel():
+                return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            rows = []
+        else:
+            many = isinstance(prompts, (list, tuple)) and not (prompts and isinstance(prompts[0], int))
+            rows = [self._ids(p) for p in (prompts if many else [prompts])]
+        if not rows or min(len(r) for r in rows) == 0:
+            raise TaskError("an empty prompt: give text or at least one token id")
+        length = max(len(r) for r in rows)
+        ids = torch.tensor([[0] * (length - len(r)) + list(r) for r in rows], device=self.device)
+        mask = torch.tensor([[0] * (length - len(r)) + [1] * len(r) for r in rows], device=self.device)
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if len({len(r) for r in rows}) > 1:
+            batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        return batch
+
+    def trace(self, prompts: Any, **kwargs: Any) -> Any:
+        """`with model.trace(prompts) as tracer:` - one forward, to be read and edited by nnsight.
+
+        No cache is built unless `use_cache=True` is passed. Wrap it in `torch.no_grad()`.
+        """
+        kwargs.setdefault("use_cache", False)
+        if self.remote:
+            kwargs.setdefault("remote", True)
+        return self.lm.trace(**self.encode(prompts), **kwargs)
+
+    def attention_op(self, layer: int) -> str:
+        """The name of a softmax layer's attention call, for `interventions.final_attention`.
+
+        Touches `.source` outside any trace, as nnsight needs it to be. Raises ModelError on a linear layer.
+        """
+        if layer not in self.softmax_layers:
+            raise ModelError(
+                f"L{layer} is a linear layer and has no attention; softmax layers: {self._softmax_names()}"
+            )
+        names = [n for n in self.layers[layer].mixer.source.names if n.startswith("attention_interface")]
+        if not names:
+            raise ModelError(
+                f"{self.name}: no attention call found in L{layer}; this transformers version is not supported"
+            )
+        return names[-1]
+
+    def check(self, full: bool = True) -> Any:
+        """Verify the names and the arithmetic (see `models.check`); returns the report."""
+        from encode_address.models.check import check
+
+        return check(self, full=full)
+
+    def __repr__(self) -> str:
+        blocks = ", ".join(f"{b.name} [{b.span}]" for b in self.layout.blocks)
+        return f"HybridModel({self.name}, {self.family.name}, blocks {blocks}; softmax {self._softmax_names()})"
+
+    def __reduce__(self) -> tuple:
+        mixers = {b.name: [self.layers[i].mixer for i in b.layers] for b in self.layout.blocks}
+        return _view, (self.lm, mixers)
+
+    # -- helpers -------------------------------------------------------------
+    def _ids(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        return list(getattr(prompt, "ids", prompt))
+
+    def _softmax_names(self) -> str:
+        return ", ".join(f"L{i}" for i in self.softmax_layers)
+
+
+class _Blocks(dict):
+    """Blocks by name; a missing name raises the layout's own error, which lists what there is."""
+
+    def __init__(self, blocks: dict[str, Block], layout: Layout) -> None:
+        dict.__init__(self, blocks)
+        self._layout = layout
+
+    def __missing__(self, name: str) -> Block:
+        return self._layout.block(name)
+
+
+def _view(lm: Any, mixers: dict[str, list[Any]]) -> types.SimpleNamespace:
+    """What a HybridModel is on a server: its uniform names, nothing else."""
+    return types.SimpleNamespace(
+        lm=lm,
+        layers=lm.layers,
+        embed=lm.embed,
+        final_norm=lm.final_norm,
+        lm_head=lm.lm_head,
+        trace=lm.trace,
+        mixers=mixers.get,
+    )

@@ -1,0 +1,355 @@
+"""Run cells on a local model: group, trace, and turn what was read into rows.
+
+Two paths. *full*: one forward over whole prompts, many rows per trace. *final*: edits at the last position only;
+the prefixes run once, and every cell is one token that continues from a copy of its host's cache. Baseline
+(`none`) cells exist on both, so that a patched row is compared with one that took the same path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import nnsight
+import pandas as pd
+import torch
+import transformers
+
+from encode_address import measure
+from encode_address.errors import RunError
+from encode_address.interventions import (
+    capture,
+    entry_attention,
+    mixer_output,
+    read_cache,
+    remove,
+    remove_head,
+    transplant,
+    write_cache,
+)
+from encode_address.run.cells import FINAL, FULL, Cell, bundles, slices
+from encode_address.run.store import Store
+from encode_address.tasks.prompts import Prompt
+from encode_address.tasks.text import Text
+
+BATCH_TOKENS = 8192
+STEP_ROWS = 512  # rows of a one-token trace
+
+
+# -- inside the trace (torch only) ---------------------------------------------
+def apply_edits(layers, embed, edits, watch, entries):
+    """Apply edits in the order of execution and read watched attention on the way.
+
+    `edits` maps a layer (-1: the embeddings) to (read, write, arguments); `watch` maps a softmax layer to its
+    attention call's name. Returns the attention per watched layer, and per edit the largest change of what it
+    wrote to - read back from the model, so that a write which did not land shows as zero.
+    """
+    attention, change = {}, {}
+    for index in sorted({*edits, *watch}):
+        site = embed if index == -1 else layers[index].mixer
+        if index in watch:
+            attention[index] = entry_attention(site, watch[index], entries)
+        if index in edits:
+            read, write, arguments = edits[index]
+            before = read(site).clone()
+            write(site, *arguments)
+            change[index] = (read(site) - before).abs().amax()
+    return {"attention": attention, "change": change}
+
+
+def projected_input(mixer):
+    return mixer.out_proj.input
+
+
+def write_value(mixer, value):
+    remove([mixer], value)
+
+
+def write_head(mixer, head, heads):
+    remove_head(mixer, head, heads)
+
+
+def write_donor(mixer, donor, positions, rows):
+    transplant([mixer], [donor], positions, rows)
+
+
+# -- outside -------------------------------------------------------------------
+class Engine:
+    """Runs cells on one model; keeps the last captured donors and the text means.
+
+    `text` is the source of mean removal. `on_rows` is called with the number of rows each trace finished.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        text: Text | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        on_rows: Callable[[int], Any] | None = None,
+    ) -> None:
+        if model.remote:
+            raise RunError("experiments run on local models in this version; a raw `model.trace` does run remotely")
+        self.model, self.text, self.batch_tokens = model, text, batch_tokens
+        self.on_rows = on_rows or (lambda n: None)
+        self.tokens = 0  # forwarded so far
+        self._means: dict[int, torch.Tensor] | None = None
+        self._captured: tuple[Any, Any] = (None, None)
+
+    def run(self, cells: Sequence[Cell], store: Store | None = None) -> pd.DataFrame:
+        """The table of `cells`, one row per cell in their order; rows already in `store` are not run again."""
+        context = self.context()
+        keys = [cell.key(context) for cell in cells]
+        if len(set(keys)) != len(keys):
+            raise RunError("two cells of one plan are the same; label them apart")
+        by_key = dict(zip(keys, cells))
+        key_of = {id(cell): key for key, cell in by_key.items()}
+        done = store.keys() if store else set()
+        todo = [cell for key, cell in by_key.items() if key not in done]
+        self.on_rows(len(cells) - len(todo))
+        fresh: list[dict[str, Any]] = []
+        for batch, path in self._batches(todo):
+            rows = [{"key": key_of[id(c)], **r} for c, r in zip(batch, path(batch))]
+            for row in rows:
+                row.update(self.facts())
+            if store:
+                store.append(rows)
+            else:
+                fresh.extend(rows)
+            self.on_rows(len(rows))
+        table = store.table(keys) if store else pd.DataFrame(fresh)
+        return table.set_index("key").loc[keys].reset_index()
+
+    def facts(self) -> dict[str, Any]:
+        """The columns that are the same for every row of this model."""
+        model = self.model
+        return {
+            "model": model.name,
+            "fingerprint": model.fingerprint,
+            "revision": model.revision or "",
+            "dtype": model.dtype,
+            "attn_implementation": model.attn_implementation,
+            "device": model.device.type,
+            "where": "local",
+            "text_source": f"{self.text.name}:{self.text.sha256}" if self.text else "",
+        }
+
+    def context(self) -> dict[str, Any]:
+        """All that determines a row beside its cell."""
+        return {**self.facts(), **versions()}
+
+    # -- batches -----------------------------------------------------------------
+    def _batches(self, cells: Sequence[Cell]):
+        for batch in slices([c for c in cells if c.path == FULL], self.batch_tokens):
+            yield batch, self._full
+        for bundle in bundles([c for c in cells if c.path == FINAL], self.batch_tokens):
+            yield bundle, self._final
+
+    def _full(self, cells: list[Cell]) -> list[dict[str, Any]]:
+        model, first = self.model, cells[0]
+        layers, embed = model.layers, model.embed
+        ids = _ids([cell.host for cell in cells])
+        edits = self._full_edits(cells)
+        watch = {layer: model.attention_op(layer) for layer in sorted({layer for layer, _ in first.watch})}
+        entries = _entries([cell.host for cell in cells]) if watch else None
+        self.tokens += ids.numel()
+        if first.text:
+            with torch.no_grad(), model.trace(ids) as tracer:
+                seen = nnsight.save({})
+                seen.update(apply_edits(layers, embed, edits, watch, entries))
+                seen["loss"] = measure.next_token_loss(tracer.result.logits, ids)
+            self._verify(cells, seen["change"], torch.isfinite(seen["loss"]).all())
+            return [{**c.columns(), "loss": float(loss)} for c, loss in zip(cells, seen["loss"])]
+        tokens = _tokens(cells)
+        with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+            seen = nnsight.save({})
+            seen.update(apply_edits(layers, embed, edits, watch, entries))
+            seen["answer"] = measure.answer(tracer.result.logits[:, -1], tokens)
+        self._verify(cells, seen["change"], seen["answer"]["finite"].all())
+        return self._rows(cells, seen)
+
+    def _full_edits(self, cells: list[Cell]) -> dict[int, tuple]:
+        first, edits = cells[0], {}
+        for order, layer in enumerate(first.layers):
+            if first.intervention == "remove":
+                value = None if first.mode == "zero" else [self.means()[layer]]
+                edits[layer] = (mixer_output, write_value, (value,))
+            elif first.intervention == "heads":
+                edits[layer] = (projected_input, write_head, (first.head, self.model.heads))
+            elif first.intervention == "transplant":
+                donors = self._donors(cells)[layer]
+                where = torch.tensor([cell.where for cell in cells])
+                edits[layer] = (mixer_output, write_donor, (donors, where, None))
+            else:
+                raise RunError(f"the full path does not know the intervention {first.intervention!r} (layer {order})")
+        return edits
+
+    def _donors(self, cells: list[Cell]) -> dict[int, torch.Tensor]:
+        """Every linear mixer's output, and the embeddings, at the donors' source positions: (batch, k, d_model)."""
+        ids, source = _ids([cell.donor for cell in cells]), torch.tensor([cell.source for cell in cells])
+        if self._captured[0] != (ids.tolist(), source.tolist()):
+            self._captured = ((ids.tolist(), source.tolist()), self._capture(ids, source))
+        return self._captured[1]
+
+    def _capture(self, ids: torch.Tensor, source: torch.Tensor) -> dict[int, torch.Tensor]:
+        model, indices = self.model, self.model.linear_layers
+        layers, embed = model.layers, model.embed
+        self.tokens += ids.numel()
+        with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+            seen = nnsight.save({})
+            seen[-1] = capture(embed, source)
+            for i in indices:
+                seen[i] = capture(layers[i].mixer, source)
+            tracer.stop()
+        return dict(seen)
+
+    def _final(self, cells: list[Cell]) -> list[dict[str, Any]]:
+        prompts = {p.ids: p for cell in cells for p in (cell.host, cell.donor) if p is not None}
+        place = {ids: i for i, ids in enumerate(prompts)}
+        ids = _ids(list(prompts.values()))
+        model, everything = self.model, torch.arange(len(prompts))
+        self.tokens += ids.numel()
+        with torch.no_grad(), model.trace(ids[:, :-1], use_cache=True, logits_to_keep=1) as tracer:
+            cache = tracer.result.cache.save()
+        saved = read_cache(cache)
+        outputs: dict[int, torch.Tensor] = {}
+        touched = sorted({layer for cell in cells for layer in cell.layers})
+        if touched:
+            outputs = self._step(ids, everything, cache, saved, capture_at=touched)
+        rows: list[dict[str, Any]] = []
+        for start in range(0, len(cells), STEP_ROWS):
+            part = cells[start : start + STEP_ROWS]
+            hosts = torch.tensor([place[cell.host.ids] for cell in part])
+            edits = {}
+            for layer in touched:
+                chosen = [i for i, cell in enumerate(part) if layer in cell.layers]
+                if chosen:
+                    values = torch.stack([self._value(part[i], layer, outputs[layer], place) for i in chosen])[:, None]
+                    where = torch.zeros(len(chosen), 1, dtype=torch.long)
+                    edits[layer] = (mixer_output, write_donor, (values, where, torch.tensor(chosen)))
+            rows += self._step(ids, hosts, cache, saved, cells=part, edits=edits)
+        return rows
+
+    def _step(self, ids, rows, cache, saved, *, cells=None, edits=None, capture_at=()):
+        """One token for each of `rows` of the prefixes, from a fresh copy of their caches."""
+        model, layers, embed = self.model, self.model.layers, self.model.embed
+        write_cache(cache, saved, rows.to(model.device))
+        tokens = ids[rows].to(model.device)
+        inputs = {
+            "input_ids": tokens[:, -1:],
+            "attention_mask": torch.ones_like(tokens),
+            "cache": cache,
+            "use_cache": True,
+        }
+        self.tokens += len(rows)
+        if cells is None:
+            with torch.no_grad(), model.lm.trace(**inputs):
+                seen = nnsight.save({})
+                for i in capture_at:
+                    seen[i] = mixer_output(layers[i].mixer)[:, -1].clone()
+            return dict(seen)
+        watch = {layer: model.attention_op(layer) for layer in sorted({layer for c in cells for layer, _ in c.watch})}
+        entries = _entries([cell.host for cell in cells]) if watch else None
+        asked = _tokens(cells)
+        with torch.no_grad(), model.lm.trace(**inputs) as tracer:
+            seen = nnsight.save({})
+            seen.update(apply_edits(layers, embed, edits, watch, entries))
+            seen["answer"] = measure.answer(tracer.result.logits[:, -1], asked)
+        self._verify(cells, seen["change"], seen["answer"]["finite"].all())
+        return self._rows(cells, seen)
+
+    def _value(self, cell: Cell, layer: int, outputs: torch.Tensor, place: dict) -> torch.Tensor:
+        donor = outputs[place[cell.donor.ids]]
+        if cell.mode != "random":
+            return donor
+        host = outputs[place[cell.host.ids]]
+        noise = torch.randn(host.shape, generator=_generator(cell.seed, layer, cell.host.ids)).to(host)
+        return host + noise / noise.norm() * (donor - host).norm()
+
+    def means(self) -> dict[int, torch.Tensor]:
+        """The mean output of every linear mixer over the text's train part: one (d_model,) tensor per layer."""
+        if self._means is None:
+            if self.text is None:
+                raise RunError("mean removal needs a text: pass --text")
+            sums: dict[int, torch.Tensor] = {}
+            count = 0
+            chunks = self.text.chunks(self.model.tokenizer, "train", n=64 if self.text.lines else 16)
+            size = max(1, self.batch_tokens // len(chunks[0]))
+            for start in range(0, len(chunks), size):
+                ids = _ids(chunks[start : start + size])
+                everywhere = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
+                for layer, output in self._capture(ids, everywhere).items():
+                    sums[layer] = sums.get(layer, 0) + output.double().sum((0, 1))
+                count += ids.numel()
+            self._means = {layer: (total / count).float() for layer, total in sums.items()}
+        return self._means
+
+    # -- rows --------------------------------------------------------------------
+    def _rows(self, cells: list[Cell], seen: dict[str, Any]) -> list[dict[str, Any]]:
+        answer = {name: value.cpu() for name, value in seen["answer"].items()}
+        attention = {layer: mass.cpu() for layer, mass in seen["attention"].items()}
+        words = self.model.tokenizer.convert_ids_to_tokens(answer["predicted"].tolist())
+        rows = []
+        for i, cell in enumerate(cells):
+            row = {**cell.columns(), "said": words[i], "spread": float(answer["spread"][i])}
+            logits = answer["logits"][i].tolist()
+            for name, token in cell.outcomes:
+                row[name] = bool(answer["predicted"][i] == token)
+            if len(cell.outcomes) > 1:
+                row["margin"] = logits[0] - logits[1]
+            if cell.outcomes and cell.host.choices:
+                among = logits[len(cell.outcomes) : len(cell.outcomes) + len(cell.host.choices)]
+                row["choice_correct"] = cell.host.choices[among.index(max(among))] == cell.outcomes[0][1]
+            for layer, head in cell.watch:
+                row[f"attn.L{layer}H{head}"] = attention[layer][i, head].tolist()
+            rows.append(row)
+        return rows
+
+    def _verify(self, cells: list[Cell], change: dict[int, torch.Tensor], finite: torch.Tensor) -> None:
+        first = cells[0]
+        what = f"{first.intervention} {first.mode} at layers {first.columns()['layers'] or '-'} ({self.model.name})"
+        if not bool(finite):
+            raise RunError(f"NaN or infinite logits: {what}; try --dtype float32")
+        for layer, size in change.items():
+            touching = [cell for cell in cells if layer in cell.layers]
+            if not float(size) > 0 and not all(cell.is_null for cell in touching):
+                raise RunError(f"the intervention did not fire: {what} changed nothing at layer {layer}")
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result depends on."""
+    from encode_address import __version__
+
+    return {
+        "encode_address": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "nnsight": nnsight.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _ids(prompts: Sequence[Prompt]) -> torch.Tensor:
+    return torch.tensor([prompt.ids for prompt in prompts])
+
+
+def _entries(prompts: Sequence[Prompt]) -> torch.Tensor:
+    """(batch, entries, positions): 1 where a token belongs to an entry of the prompt's dictionary."""
+    out = torch.zeros(len(prompts), len(prompts[0].keys), len(prompts[0]))
+    for row, prompt in enumerate(prompts):
+        for entry in range(len(prompt.keys)):
+            out[row, entry, list(prompt.span(f"entry {entry}"))] = 1
+    return out
+
+
+def _tokens(cells: Sequence[Cell]) -> torch.Tensor:
+    """(batch, m): each cell's outcomes, then its host's choices; short rows are filled with token 0."""
+    rows = [[token for _, token in cell.outcomes] + list(cell.host.choices) for cell in cells]
+    width = max(len(row) for row in rows)
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def _generator(seed: int, layer: int, ids: tuple[int, ...]) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed},{layer},{ids}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))

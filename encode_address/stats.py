@@ -1,0 +1,79 @@
+"""Estimates with intervals. The unit is the prompt pair; several rows of one pair are averaged first.
+
+A rate with one true/false row per pair gets the Wilson interval; anything else a bootstrap over pairs. Where all
+pairs agree the bootstrap has no width, so Wilson's bound for n of n stands in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats as scipy_stats
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its number of pairs and its 95 % interval."""
+
+    value: float
+    n: int
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+NOTHING = Estimate(float("nan"), 0, float("nan"), float("nan"))
+
+
+def wilson(successes: int, n: int) -> Estimate:
+    """A proportion with its Wilson interval."""
+    interval = scipy_stats.binomtest(successes, n).proportion_ci(method="wilson")
+    return Estimate(successes / n, n, float(interval.low), float(interval.high))
+
+
+def estimate(values: pd.Series, pairs: pd.Series, seed: int = 0) -> Estimate:
+    """The mean of `values` over pairs. True/false values, one per pair, are a rate."""
+    present = values.notna()
+    values, pairs = values[present].astype(float), pairs[present]
+    if values.empty:
+        return NOTHING
+    binary = bool(values.isin([0.0, 1.0]).all())
+    if binary and not pairs.duplicated().any():
+        return wilson(int(values.sum()), len(values))
+    return _bootstrap(values.groupby(pairs).mean().to_numpy(), seed, unit=bool(values.between(0, 1).all()))
+
+
+def difference(a: pd.Series, b: pd.Series, seed: int = 0) -> Estimate:
+    """The paired difference a - b: both hold one value per pair, indexed by pair; pairs in both count."""
+    both = pd.concat([a.astype(float), b.astype(float)], axis=1, join="inner").dropna()
+    if both.empty:
+        return NOTHING
+    return _bootstrap((both.iloc[:, 0] - both.iloc[:, 1]).to_numpy(), seed, unit=True)
+
+
+def per_pair(rows: pd.DataFrame, column: str) -> pd.Series:
+    """One value of `column` per pair, indexed by pair: the mean over the pair's rows."""
+    return rows[column].astype(float).groupby(rows["pair"]).mean()
+
+
+def _bootstrap(values: np.ndarray, seed: int, unit: bool) -> Estimate:
+    """Percentile bootstrap of the mean; `unit` says that the values are shares or differences of shares."""
+    n, mean = len(values), float(np.mean(values))
+    if n == 1 or np.ptp(values) == 0:
+        slack = 1 - wilson(n, n).low if unit else 0.0
+        bounds = (0.0, 1.0) if values.min() >= 0 and unit else (-1.0, 1.0) if unit else (mean, mean)
+        return Estimate(mean, n, max(bounds[0], mean - slack), min(bounds[1], mean + slack))
+    interval = scipy_stats.bootstrap(
+        (values,), np.mean, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(seed)
+    ).confidence_interval
+    return Estimate(mean, n, float(interval.low), float(interval.high))

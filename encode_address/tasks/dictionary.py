@@ -1,0 +1,279 @@
+"""The dictionary task (paper section 1): prompts, and the pairs that are patched into one another.
+
+A variant is a format and a size, "chat8", "list8", "rev8" (also 4 and 16 entries), "perm8" (every index asked
+for), "long512" (512 tokens of text between dictionary and question), with an optional surface: "chat8/far".
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from encode_address.errors import NameNotFound, TaskError
+from encode_address.tasks.lexicon import Lexicon, Wording
+from encode_address.tasks.pools import one_token
+from encode_address.tasks.prompts import Piece, Prompt, assemble, equal_length, single_token
+from encode_address.tasks.text import Text
+
+# (entry asked for, other entry) by dictionary size; 25 items each make the paper's 100.
+CONFIGURATIONS = {
+    4: ((0, 3), (3, 0), (1, 2), (2, 1)),
+    8: ((2, 5), (5, 2), (1, 6), (6, 1)),
+    16: ((3, 12), (12, 3), (6, 9), (9, 6)),
+}
+FORMATS = ("chat", "list", "rev", "perm", "long")
+Words = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Clean and corrupted prompt: the values of entries `target` and `distractor` are exchanged (paper 1.3 a)."""
+
+    pair: int
+    clean: Prompt
+    corrupted: Prompt
+    target: int
+    distractor: int
+
+
+@dataclass(frozen=True)
+class QuestionSwap:
+    """A host that asks one key of a dictionary, and the donors that ask another (paper 1.3 b, and controls).
+
+    The host asks entry `host_index`. Donors: `donor` asks entry `donor_index` of the same dictionary;
+    `other_dictionary` asks the *host's* key, at the host's index, in a dictionary of the same keys with other
+    values; `dissociation` asks the donor's key in a dictionary of the same keys in another order with other
+    values, where it stands at index `shifted_index` - so that an address by key, an address by index, and a
+    carried answer give three different answers.
+    """
+
+    pair: int
+    host: Prompt
+    donor: Prompt
+    other_dictionary: Prompt
+    dissociation: Prompt
+    host_index: int
+    donor_index: int
+    shifted_index: int
+
+
+@dataclass(frozen=True)
+class EntrySwap:
+    """Donor and host that differ by one exchange in the dictionary (paper 1.3 c, 3.5).
+
+    `swap` is "value" (the host has the two values exchanged; patched at the target's value) or "key" (the donor
+    has the two keys exchanged; patched at both keys). `positions` are the patched ones, `carried` the token id
+    that the host answers if those positions carry the swap.
+    """
+
+    pair: int
+    swap: str
+    host: Prompt
+    donor: Prompt
+    positions: tuple[int, ...]
+    carried: int
+
+
+class Dictionary:
+    """One variant of the task for one tokenizer.
+
+    Raises NameNotFound for an unknown variant, TaskError when the pool is too small; `dropped` lists the words
+    that this tokenizer splits.
+    """
+
+    def __init__(self, variant: str, tokenizer: Any, lexicon: Lexicon, text: Text | None = None, pool: str = "A"):
+        match = re.fullmatch(rf"({'|'.join(FORMATS)})(\d+)(/\w+)?", variant)
+        if not match or (match[1] != "long" and int(match[2]) not in CONFIGURATIONS):
+            raise NameNotFound(
+                f"unknown variant {variant!r}: use chat, list, rev or perm with 4, 8 or 16 (chat8), or long with a "
+                "number of tokens (long512)"
+            )
+        if pool not in lexicon.pools:
+            raise NameNotFound(f"unknown pool {pool!r}: this model has {', '.join(lexicon.pools)}")
+        self.variant, self.tokenizer = variant, tokenizer
+        self.format, surface = match[1], match[3] or ""
+        self.size = 8 if self.format == "long" else int(match[2])
+        self.wording = lexicon.wording({"perm": "chat", "long": "chat"}.get(self.format, self.format) + surface)
+        self.filler = ""
+        if self.format == "long":
+            if text is None:
+                raise TaskError(f"{variant} needs a text to fill in: pass --text")
+            self.filler = lexicon.filler_joint + text.opening(tokenizer, int(match[2])).strip() + lexicon.filler_joint
+        words = lexicon.pools[pool]
+        self.keys, lost_keys = one_token(words["keys"], tokenizer, bare=False)
+        self.values, lost_values = one_token(words["values"], tokenizer, bare=True)
+        self.dropped = tuple(lost_keys + lost_values)
+        if min(len(self.keys), len(self.values)) < self.size + 1:
+            raise TaskError(
+                f"{variant} needs {self.size + 1} keys and values; pool {pool} has {len(self.keys)} and {len(self.values)} "
+                f"words of one token in this tokenizer (dropped: {', '.join(self.dropped) or 'none'})"
+            )
+        self._answers: dict[str, int] = {}
+
+    @property
+    def configurations(self) -> tuple[tuple[int, int], ...]:
+        return CONFIGURATIONS[self.size]
+
+    # -- pairs ---------------------------------------------------------------
+    def swaps(self, n: int, seed: int = 0, avoid: set[Words] | None = None) -> list[Swap]:
+        """`n` clean/corrupted value swaps, spread over the configurations (perm: over the indices)."""
+        rng, items = random.Random(seed), []
+        for target, distractor, (keys, values) in self._draws(n, rng, avoid):
+            exchanged = _exchange(values, target, distractor)
+            clean, corrupted = self.prompt(keys, values, target), self.prompt(keys, exchanged, target)
+            self._comparable(clean, corrupted, (target, distractor))
+            items.append(Swap(len(items), clean, corrupted, target, distractor))
+        return items
+
+    def questions(self, n: int, seed: int = 0, avoid: set[Words] | None = None) -> list[QuestionSwap]:
+        """`n` question swaps with all their donors. A configuration is (donor's entry, host's entry)."""
+        rng, items = random.Random(seed), []
+        extra = random.Random(f"donors {seed}")  # leaves the paper's own draws untouched
+        for ia, ib, (keys, values) in self._draws(n, rng, avoid):
+            host, donor = self.prompt(keys, values, ib), self.prompt(keys, values, ia)
+            j = extra.choice([i for i in range(self.size) if i not in (ia, ib)])
+            dissociation = self.prompt(_reorder(keys, {ia: j}, extra), self._other_values(values, j, extra), j)
+            same_key = self.prompt(_reorder(keys, {ib: ib}, extra), self._other_values(values, ib, extra), ib)
+            equal_length((host, donor, dissociation, same_key))
+            items.append(QuestionSwap(len(items), host, donor, same_key, dissociation, ib, ia, j))
+        return items
+
+    def entries(self, n: int, swap: str, seed: int = 0, avoid: set[Words] | None = None) -> list[EntrySwap]:
+        """`n` entry swaps of one kind, "value" or "key"."""
+        rng, items = random.Random(seed), []
+        for t, d, (keys, values) in self._draws(n, rng, avoid):
+            plain = self.prompt(keys, values, t)
+            if swap == "value":
+                host, donor = self.prompt(keys, _exchange(values, t, d), t), plain
+                positions, carried = host.span(f"value {t}"), plain.answer
+            else:
+                host = plain
+                donor = self.prompt(_exchange(keys, t, d), values, t, asked=keys[t])
+                positions, carried = host.span(f"key {t}") + host.span(f"key {d}"), self.answer(values[d])
+            self._comparable(host, donor, (t, d))
+            items.append(EntrySwap(len(items), swap, host, donor, positions, carried))
+        return items
+
+    def prompt(self, keys: Sequence[str], values: Sequence[str], query: int, asked: str | None = None) -> Prompt:
+        """One prompt that asks entry `query`; `asked` overrides the key in the question."""
+        word = self.wording
+        asked = keys[query] if asked is None else asked
+        other = keys[(query + self.size // 2) % self.size]
+        pieces = [Piece(word.opening)]
+        for i, (key, value) in enumerate(zip(keys, values)):
+            pieces += _entry(word.entry, i, key, value)
+            delimiter = word.separator if i < self.size - 1 else word.end
+            pieces.append(Piece(delimiter, (f"entry {i}",) if word.delimited else ()))
+        pieces.append(Piece(self.filler))
+        question = word.question.replace("{key}", asked).replace("{other}", other)
+        pieces.append(Piece(question, ("question",)))
+        text, ids, spans = assemble(pieces, self.tokenizer)
+        for i, (key, value) in enumerate(zip(keys, values)):
+            single_token(key, ids, spans[f"key {i}"], self.tokenizer)
+            single_token(value, ids, spans[f"value {i}"], self.tokenizer)
+        spans["final"] = (len(ids) - 1,)
+        answers = tuple(self._answer(text, ids, value) for value in values)
+        answer = answers[list(keys).index(asked)]
+        return Prompt(ids, spans, text, tuple(keys), tuple(values), query, answer, answers)
+
+    def answer(self, value: str) -> int:
+        """The token id of a value as an answer; known once a prompt with that value was built."""
+        return self._answers[value]
+
+    # -- helpers -------------------------------------------------------------
+    def _draws(self, n: int, rng: random.Random, avoid: set[Words] | None):
+        """Yield (entry, other entry, words) in the paper's order: configuration by configuration."""
+        if n < 1:
+            raise TaskError(f"n must be at least 1, not {n}")
+        seen = avoid if avoid is not None else set()
+        if self.format == "perm":
+            indices = [i * self.size // n for i in range(n)] if n >= self.size else list(range(n))
+        else:
+            places = self.configurations
+            indices = [i * len(places) // n for i in range(n)] if n >= len(places) else list(range(n))
+        for index in indices:
+            words = self._draw(rng, seen)
+            if self.format == "perm":
+                target, other = index, rng.choice([i for i in range(self.size) if i != index])
+            else:
+                target, other = places[index]
+            yield target, other, words
+
+    def _draw(self, rng: random.Random, seen: set[Words]) -> Words:
+        for _ in range(1000):
+            words = tuple(rng.sample(self.keys, self.size)), tuple(rng.sample(self.values, self.size))
+            if words not in seen:
+                seen.add(words)
+                return words
+        raise TaskError(
+            f"n is too large: pool of {len(self.keys)} keys and {len(self.values)} values gives no further {self.variant} "
+            f"dictionary after {len(seen)}"
+        )
+
+    def _other_values(self, values: Sequence[str], query: int, rng: random.Random) -> tuple[str, ...]:
+        """Values disjoint from `values` as far as the pool allows; the one at `query` always is."""
+        fresh = [v for v in self.values if v not in values]
+        rng.shuffle(fresh)
+        rest = list(values[1:]) + [values[0]]  # only reached where the pool is small: never the same pairing
+        chosen = [fresh.pop()] + [fresh.pop() if fresh else rest.pop() for _ in range(self.size - 1)]
+        chosen[0], chosen[query] = chosen[query], chosen[0]
+        return tuple(chosen)
+
+    def _answer(self, text: str, ids: tuple[int, ...], value: str) -> int:
+        if value not in self._answers:
+            full = self.tokenizer(text + self.wording.answer.replace("{value}", value), add_special_tokens=False)
+            tokens = tuple(full["input_ids"])
+            if tokens[:-1] != ids:
+                raise TaskError(
+                    f"the answer {value!r} is not one token after {text[-20:]!r} ({len(tokens) - len(ids)} tokens)"
+                )
+            self._answers[value] = tokens[-1]
+        return self._answers[value]
+
+    def _comparable(self, a: Prompt, b: Prompt, entries: tuple[int, int]) -> None:
+        """Donor and host may differ only inside the two exchanged entries (paper 1.4)."""
+        equal_length((a, b))
+        inside = {p for e in entries for p in a.span(f"entry {e}")}
+        outside = [p for p in range(len(a)) if a.ids[p] != b.ids[p] and p not in inside]
+        if outside:
+            raise TaskError(
+                f"{self.variant}: donor and host differ at position {outside[0]}, outside the exchanged entries"
+            )
+
+
+def _entry(template: str, index: int, key: str, value: str) -> list[Piece]:
+    """An entry's template as pieces; a leading space belongs to the entry, not to the word."""
+    pieces = []
+    for part in re.split(r"(\{key\}|\{value\})", template):
+        if part == "{key}":
+            pieces.append(Piece(key, (f"entry {index}", f"key {index}")))
+        elif part == "{value}":
+            pieces.append(Piece(value, (f"entry {index}", f"value {index}")))
+        elif part:
+            pieces.append(Piece(part, (f"entry {index}",)))
+    return pieces
+
+
+def _exchange(words: Sequence[str], i: int, j: int) -> tuple[str, ...]:
+    out = list(words)
+    out[i], out[j] = out[j], out[i]
+    return tuple(out)
+
+
+def _reorder(words: Sequence[str], fixed: dict[int, int], rng: random.Random) -> tuple[str, ...]:
+    """The words in another order, with word `i` at index `fixed[i]`."""
+    out: dict[int, str] = {place: words[i] for i, place in fixed.items()}
+    free = [i for i in range(len(words)) if i not in out]
+    rest = [w for i, w in enumerate(words) if i not in fixed]
+    for _ in range(100):
+        rng.shuffle(rest)
+        if any(words[i] != w for i, w in zip(free, rest)):
+            break
+    out.update(zip(free, rest))
+    return tuple(out[i] for i in range(len(words)))
+
+
+__all__ = ["CONFIGURATIONS", "Dictionary", "EntrySwap", "QuestionSwap", "Swap", "Wording"]
