@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 nnsight.register("encode_address")
 
 from encode_address import experiments, interventions, measure, metrics, stats, tasks  # noqa: E402
+from encode_address.circuit import find  # noqa: E402
 from encode_address.errors import EncodeAddressError  # noqa: E402
-from encode_address.find import find  # noqa: E402
 from encode_address.models.hybrid import HybridModel  # noqa: E402
 from encode_address.models.loading import load  # noqa: E402
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pandas as pd
@@ -58,7 +59,7 @@ def gap(rows: pd.DataFrame) -> pd.Series:
 
 def perplexity(loss: pd.Series) -> float:
     """exp of the mean loss per token; chunks are equally long."""
-    return float(pd.Series([loss.mean()]).apply("exp").iloc[0])
+    return math.exp(loss.mean())
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:

@@ -50,15 +50,18 @@ def estimate(values: pd.Series, pairs: pd.Series, seed: int = 0) -> Estimate:
     binary = bool(values.isin([0.0, 1.0]).all())
     if binary and not pairs.duplicated().any():
         return wilson(int(values.sum()), len(values))
-    return _bootstrap(values.groupby(pairs).mean().to_numpy(), seed, unit=bool(values.between(0, 1).all()))
+    return _bootstrap(values.groupby(pairs).mean().to_numpy(), seed, (0.0, 1.0) if values.between(0, 1).all() else None)
 
 
-def difference(a: pd.Series, b: pd.Series, seed: int = 0) -> Estimate:
-    """The paired difference a - b: both hold one value per pair, indexed by pair; pairs in both count."""
+def difference(a: pd.Series, b: pd.Series, seed: int = 0, unit: bool = True) -> Estimate:
+    """The paired difference a - b: both hold one value per pair, indexed by pair; pairs in both count.
+
+    `unit`: a and b are shares, so that the difference lies in [-1, 1].
+    """
     both = pd.concat([a.astype(float), b.astype(float)], axis=1, join="inner").dropna()
     if both.empty:
         return NOTHING
-    return _bootstrap((both.iloc[:, 0] - both.iloc[:, 1]).to_numpy(), seed, unit=True)
+    return _bootstrap((both.iloc[:, 0] - both.iloc[:, 1]).to_numpy(), seed, (-1.0, 1.0) if unit else None)
 
 
 def per_pair(rows: pd.DataFrame, column: str) -> pd.Series:
@@ -66,12 +69,13 @@ def per_pair(rows: pd.DataFrame, column: str) -> pd.Series:
     return rows[column].astype(float).groupby(rows["pair"]).mean()
 
 
-def _bootstrap(values: np.ndarray, seed: int, unit: bool) -> Estimate:
-    """Percentile bootstrap of the mean; `unit` says that the values are shares or differences of shares."""
+def _bootstrap(values: np.ndarray, seed: int, bounds: tuple[float, float] | None) -> Estimate:
+    """Percentile bootstrap of the mean; `bounds` are those of shares or of their differences."""
     n, mean = len(values), float(np.mean(values))
     if n == 1 or np.ptp(values) == 0:
-        slack = 1 - wilson(n, n).low if unit else 0.0
-        bounds = (0.0, 1.0) if values.min() >= 0 and unit else (-1.0, 1.0) if unit else (mean, mean)
+        if bounds is None:
+            return Estimate(mean, n, mean, mean) if n > 1 else Estimate(mean, n, -np.inf, np.inf)
+        slack = 1 - wilson(n, n).low
         return Estimate(mean, n, max(bounds[0], mean - slack), min(bounds[1], mean + slack))
     interval = scipy_stats.bootstrap(
         (values,), np.mean, n_resamples=RESAMPLES, method="percentile", rng=np.random.default_rng(seed)

@@ -1,0 +1,156 @@
+"""Figures of a result folder. They read tables only: no figure loads or runs a model.
+
+Each figure is a file with `draw(table, verdict, folder) -> paths`, and runs alone as `python figures/circuit.py
+RESULTS_DIR`. Every name in a figure - blocks, layers, heads, words - comes from the table and the verdict. What
+they share is here: reading the folder, choosing rows and the reader, and writing the files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import matplotlib.style
+import pandas as pd
+import pyarrow as pa
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from encode_address import metrics
+from encode_address.errors import EncodeAddressError, StoreError
+
+Draw = Callable[[pd.DataFrame, "dict[str, Any] | None", Path], "list[Path]"]
+
+# Okabe and Ito's colours: told apart by readers of every colour vision, and by their lightness in print.
+BLUE, SKY, ORANGE, GREEN, GREY, DARK = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#BBBBBB", "#333333"
+BANDS = {"Encode": "#DCE9F5", "Address": "#FBEBC8"}
+
+
+def draw_all(folder: Path) -> list[Path]:
+    """Draw every figure whose rows `folder/cells.parquet` has; returns the files.
+
+    Raises EncodeAddressError when the table or the verdict cannot be read, or a figure cannot be written.
+    """
+    table, verdict = read(Path(folder))
+    return [path for figure in (circuit, attention_example) for path in figure.draw(table, verdict, Path(folder))]
+
+
+def read(folder: Path) -> tuple[pd.DataFrame, dict[str, Any] | None]:
+    """The table of a result folder, and its verdict if it has one."""
+    cells, verdict = folder / "cells.parquet", folder / "verdict.json"
+    if not cells.is_file():
+        raise EncodeAddressError(f"no {cells}: give the folder of a finished run")
+    try:
+        table = pd.read_parquet(cells)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise EncodeAddressError(f"{cells} cannot be read ({_first_line(error)}): run again to rebuild it") from error
+    if not verdict.is_file():
+        return table, None
+    try:
+        content = json.loads(verdict.read_text())
+    except (OSError, ValueError) as error:
+        raise EncodeAddressError(f"{verdict} cannot be read ({_first_line(error)}): run again to rebuild it") from error
+    return table, content if isinstance(content, dict) else None
+
+
+def shown(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows that figures show: the confirmation split, or all rows where a table has no splits."""
+    return metrics.select(table, split="confirmation") if "split" in table else table
+
+
+def variants(table: pd.DataFrame) -> list[str]:
+    """The variants of the task in the table, in its order."""
+    return list(table["variant"].dropna().unique()) if "variant" in table else []
+
+
+def verdict_of(verdict: dict[str, Any] | None, variant: str) -> dict[str, Any]:
+    """The verdict on one variant: its own entries, and the common ones where it has none."""
+    common = verdict or {}
+    return {**common, **((common.get("variants") or {}).get(variant) or {})}
+
+
+def reader(verdict: dict[str, Any], rows: pd.DataFrame, index: str) -> tuple[int, int] | None:
+    """The reader head (layer, head) to show: the first of the verdict's that was watched in `rows`, else the
+    watched head with most attention on the entry that column `index` names; None where none was watched."""
+    watched = metrics.heads(rows)
+    for layer, head in map(head_of, verdict.get("readers") or []):
+        if (layer, head) in watched:
+            return layer, head
+    return max(watched, key=lambda head: metrics.attention(rows, head, index).mean(), default=None)
+
+
+def head_of(name: str) -> tuple[int, int]:
+    """(7, 1) for "L7H1"."""
+    match = re.fullmatch(r"L(\d+)H(\d+)", name)
+    if not match:
+        raise EncodeAddressError(f"{name!r} is not a head: the verdict's readers are written like L7H1")
+    return int(match[1]), int(match[2])
+
+
+def style() -> AbstractContextManager:
+    """The look of every figure, for the time of a `with`; nothing global stays changed, the backend included."""
+    return matplotlib.style.context(Path(__file__).parent / "style.mplstyle")
+
+
+def panels(
+    width: float,
+    count: int,
+    height: float,
+    above: float,
+    between: float,
+    below: float,
+    right: float,
+    left: float = 0.45,
+) -> tuple[Figure, list[Any]]:
+    """A figure that no window system and no pyplot knows of, with `count` panels in a column that share x.
+
+    All sizes are in inches, so that text, which is of one size, has the room it needs whatever the model.
+    """
+    total = above + count * height + (count - 1) * between + below
+    figure = Figure(figsize=(width, total))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+    figure.subplots_adjust(left / width, below / total, 1 - right / width, 1 - above / total, hspace=between / height)
+    return figure, list(axes)
+
+
+def write(figure: Figure, folder: Path, name: str, variant: str) -> list[Path]:
+    """Write `figures/<name>-<variant>.png` and `.pdf`. The same table gives the same bytes: no dates inside."""
+    paths = []
+    for kind, undated in (("png", {}), ("pdf", {"CreationDate": None})):
+        path = folder / "figures" / f"{name}-{variant.replace('/', '-')}.{kind}"
+        content = io.BytesIO()
+        figure.savefig(content, format=kind, metadata=undated)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.getvalue())
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        paths.append(path)
+    return paths
+
+
+def main(draw: Draw) -> None:
+    """What a figure does when it is run as a script: draw from the folder that is named, print the files."""
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} RESULTS_DIR")
+    folder = Path(sys.argv[1])
+    try:
+        paths = draw(*read(folder), folder)
+    except EncodeAddressError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print("\n".join(map(str, paths)) or f"nothing drawn: {folder} lacks the rows of this figure")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+from encode_address.figures import attention_example, circuit  # noqa: E402  they use what is above

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -53,7 +54,24 @@ def host_cells(
     items: Sequence[QuestionSwap], position: str = "final", watch: Heads = (), labels: Mapping[str, Any] | None = None
 ) -> list[Cell]:
     """The hosts themselves, unpatched, on the same path as their transplants."""
-    return [_cell("none", item, position, watch, labels) for item in items]
+    out = []
+    for item in items:
+        words = {"keys": list(item.host.keys), "values": list(item.host.values)}
+        out.append(_cell("none", item, position, watch, {**(labels or {}), **words}))
+    return out
+
+
+def example_cells(
+    items: Sequence[QuestionSwap], unit: Unit, watch: Heads = (), labels: Mapping[str, Any] | None = None
+) -> list[Cell]:
+    """The same hosts with a block removed, for the figure that shows one pair at a time."""
+    name, layers = unit
+    out = []
+    for item in items:
+        plain = _cell("remove", item, "question", watch, labels, name, layers)
+        given = {**plain.labels, "experiment": "example", "position": "all"}
+        out.append(replace(plain, mode="zero", labels=given))
+    return out
 
 
 def permuted(items: Sequence[QuestionSwap]) -> dict[int, Prompt]:

@@ -19,6 +19,9 @@ from encode_address.errors import ModelError, TaskError
 from encode_address.models.families import Family
 from encode_address.models.layout import Block, Layout
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22
+
 
 class HybridModel:
     """A loaded hybrid model. Build one with `encode_address.load`.
@@ -116,16 +119,15 @@ class HybridModel:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the configuration and of a sample of every weight: it changes when the model does."""
+        """A hash of the configuration and of every bit of the weights; of a hub model's commit where that is known."""
         if self._fingerprint is None:
             digest = hashlib.sha256(self.module.config.to_json_string(use_diff=False).encode())
-            if self.remote:
-                digest.update(f"{self.name}@{self.revision}".encode())
+            commit = getattr(self.module.config, "_commit_hash", None)
+            if self.remote or commit:
+                digest.update(f"{self.name}@{self.revision}@{commit}@{self.dtype}".encode())
             else:
                 for key, value in self.module.state_dict().items():
-                    flat = value.detach().flatten()
-                    sample = flat[:: max(1, flat.numel() // 64)].float().cpu()
-                    digest.update(f"{key}{tuple(value.shape)}{value.dtype}".encode() + sample.numpy().tobytes())
+                    digest.update(f"{key}{tuple(value.shape)}{value.dtype}{_weigh(value)}".encode())
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
 
@@ -191,8 +193,14 @@ class HybridModel:
         return f"HybridModel({self.name}, {self.family.name}, blocks {blocks}; softmax {self._softmax_names()})"
 
     def __reduce__(self) -> tuple:
-        mixers = {b.name: [self.layers[i].mixer for i in b.layers] for b in self.layout.blocks}
-        return _view, (self.lm, mixers)
+        facts = {
+            "blocks": {b.name: types.SimpleNamespace(layers=b.layers, reader=b.reader) for b in self.layout.blocks},
+            "linear_layers": self.linear_layers,
+            "softmax_layers": self.softmax_layers,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+        }
+        return _view, (self.lm, facts)
 
     # -- helpers -------------------------------------------------------------
     def _ids(self, prompt: Any) -> list[int]:
@@ -215,14 +223,32 @@ class _Blocks(dict):
         return self._layout.block(name)
 
 
-def _view(lm: Any, mixers: dict[str, list[Any]]) -> types.SimpleNamespace:
-    """What a HybridModel is on a server: its uniform names, nothing else."""
-    return types.SimpleNamespace(
-        lm=lm,
-        layers=lm.layers,
-        embed=lm.embed,
-        final_norm=lm.final_norm,
-        lm_head=lm.lm_head,
-        trace=lm.trace,
-        mixers=mixers.get,
-    )
+def _weigh(value: torch.Tensor) -> list[int]:
+    """Exact integer sums over a tensor's bits, plain and weighted by place, chunk by chunk where it lies."""
+    bits = value.detach().contiguous().flatten().view(_INTEGERS[value.element_size()])
+    sums = []
+    for chunk in bits.split(_CHUNK):
+        place = torch.arange(1, chunk.numel() + 1, device=chunk.device)
+        sums += [int(chunk.sum(dtype=torch.int64)), int((chunk * place).sum())]
+    return sums
+
+
+def _view(lm: Any, facts: dict[str, Any]) -> types.SimpleNamespace:
+    """What a HybridModel is on a server: its uniform names and plain facts, nothing else.
+
+    `attention_op` is not among them: it must be called outside a trace.
+    """
+    blocks = facts["blocks"]
+
+    def mixers(names):
+        layers = []
+        for name in names.split("+"):
+            layers += [int(name[1:])] if name[0] == "L" else blocks[name].layers
+        return [lm.layers[i].mixer for i in sorted(layers)]
+
+    def trace(*inputs, **kwargs):
+        kwargs.setdefault("use_cache", False)
+        return lm.trace(*inputs, **kwargs)
+
+    names = {"layers": lm.layers, "embed": lm.embed, "final_norm": lm.final_norm, "lm_head": lm.lm_head}
+    return types.SimpleNamespace(lm=lm, mixers=mixers, trace=trace, **names, **facts)

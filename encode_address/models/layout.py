@@ -84,13 +84,13 @@ class Layout:
         """The layers of a block or of a union: "G2", "G2+G3", or one layer, "L4"."""
         layers: list[int] = []
         for name in names.split("+"):
-            if name[:1] == "L" and name[1:].isdigit():
+            if name[:1] == "L" and name[1:].isdecimal():
                 if int(name[1:]) >= len(self.kinds):
                     raise NameNotFound(f"no layer {name}: this model has {len(self.kinds)} layers")
                 layers.append(int(name[1:]))
             else:
                 layers.extend(self.block(name).layers)
-        return tuple(sorted(layers))
+        return tuple(sorted(set(layers)))
 
     def readers_after(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """The softmax layers that come after the last of `layers`."""

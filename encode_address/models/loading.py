@@ -59,9 +59,10 @@ def load(
         folder = _bundled_folder(name)
         source = str(folder or name)
         config = _config(name, source, revision)
-        tokenizer = tokenizer if tokenizer is not None else _tokenizer(name, source, revision)
         module = None
     family, layout = family_of(config, name), Layout.from_config(config.get_text_config(), name)
+    if tokenizer is None:
+        tokenizer = _tokenizer(name, source, revision)
     if module is None and remote:
         module = name
     elif module is None:
@@ -99,8 +100,8 @@ def _config(name: str, source: str, revision: str | None) -> Any:
         )
     try:
         return AutoConfig.from_pretrained(source, revision=revision)
-    except ValueError as error:
-        kind = json.loads((path / "config.json").read_text()).get("model_type") if path.is_dir() else None
+    except (ValueError, TypeError, AttributeError) as error:
+        kind = _model_type(path / "config.json")
         raise ModelError(
             f"{name}: transformers cannot read its config (model type {kind!r}): {_first(error)}"
         ) from error
@@ -108,6 +109,15 @@ def _config(name: str, source: str, revision: str | None) -> Any:
         raise ModelError(
             f"unknown model {name!r}: not bundled ({', '.join(BUNDLED)}), and the hub did not give it: {_first(error)}"
         ) from error
+
+
+def _model_type(path: Path) -> str | None:
+    """What a config file says it is, as far as it can be read."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return data.get("model_type") if isinstance(data, dict) else None
 
 
 def _tokenizer(name: str, source: str, revision: str | None) -> Any:
@@ -118,6 +128,9 @@ def _tokenizer(name: str, source: str, revision: str | None) -> Any:
         tokenizer = loader.from_pretrained(source, revision=revision)
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: its tokenizer cannot be loaded: {_first(error)}") from error
+    ordinary = {*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    if not ordinary:  # what transformers makes up when a folder has no tokenizer files
+        raise ModelError(f"{name}: its tokenizer cannot be loaded: there are no tokenizer files")
     if not tokenizer.is_fast:
         raise ModelError(f"{name}: its tokenizer gives no character offsets; a fast tokenizer is needed")
     return tokenizer
@@ -150,6 +163,8 @@ def _device(device: str | None) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ModelError(f"unknown device {device!r}: use cpu, cuda or cuda:N") from error
+    if chosen.type not in ("cpu", "cuda", "mps"):
+        raise ModelError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} was asked for, but torch sees no GPU here: use --device cpu")
     return chosen

@@ -52,7 +52,7 @@ class Cell:
         """Whether the written values equal the host's own, so that the edit must change nothing."""
         if self.donor is None or self.mode == "random":
             return self.intervention == "none"
-        last = max(self.where) + 1
+        last = max(self.where, default=-1) + 1
         return self.donor.ids[:last] == self.host.ids[:last] and self.source == self.where
 
     def columns(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Cell:
             **self.labels,
             "intervention": self.intervention,
             "mode": self.mode,
-            "layers": "embed" if EMBED in self.layers else layer_span(self.layers),
+            "layers": layer_span(self.layers).replace(str(EMBED), "embed"),
             "head": self.head,
             "seed": self.seed,
             "path": self.path,

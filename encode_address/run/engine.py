@@ -99,6 +99,8 @@ class Engine:
 
     def run(self, cells: Sequence[Cell], store: Store | None = None) -> pd.DataFrame:
         """The table of `cells`, one row per cell in their order; rows already in `store` are not run again."""
+        if not cells:
+            return pd.DataFrame()
         context = self.context()
         keys = [cell.key(context) for cell in cells]
         if len(set(keys)) != len(keys):

@@ -7,6 +7,7 @@ only, and loses at most the batch in flight. `cells.parquet` is rebuilt the same
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -53,8 +54,9 @@ class Store:
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
         """Add rows (each with its `key`) as one part, written whole or not at all."""
-        self._write(self.parts / f"{uuid.uuid4().hex}.parquet", pa.Table.from_pandas(pd.DataFrame(rows)))
-        self._load().update({row["key"]: row for row in rows})
+        part = pa.Table.from_pandas(pd.DataFrame(rows))
+        self._write(self.parts / f"{uuid.uuid4().hex}.parquet", part)
+        self._load().update({row["key"]: row for row in part.to_pylist()})
 
     def table(self, keys: Sequence[str]) -> pd.DataFrame:
         """The rows with these keys, in this order. Raises StoreError if one is missing."""
@@ -88,7 +90,8 @@ class Store:
             pq.write_table(table, temporary)
             os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise StoreError(f"cannot write {path}: {error.strerror or error}; what was finished is kept") from error
 
 
@@ -100,5 +103,6 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error.strerror or error}; what was finished is kept") from error

@@ -135,8 +135,8 @@ class Dictionary:
         for ia, ib, (keys, values) in self._draws(n, rng, avoid):
             host, donor = self.prompt(keys, values, ib), self.prompt(keys, values, ia)
             j = extra.choice([i for i in range(self.size) if i not in (ia, ib)])
-            dissociation = self.prompt(_reorder(keys, {ia: j}, extra), self._other_values(values, j, extra), j)
-            same_key = self.prompt(_reorder(keys, {ib: ib}, extra), self._other_values(values, ib, extra), ib)
+            dissociation = self._other_dictionary(keys, values, {ia: j}, extra)
+            same_key = self._other_dictionary(keys, values, {ib: ib}, extra)
             equal_length((host, donor, dissociation, same_key))
             items.append(QuestionSwap(len(items), host, donor, same_key, dissociation, ib, ia, j))
         return items
@@ -151,17 +151,17 @@ class Dictionary:
                 positions, carried = host.span(f"value {t}"), plain.answer
             else:
                 host = plain
-                donor = self.prompt(_exchange(keys, t, d), values, t, asked=keys[t])
+                donor = self.prompt(_exchange(keys, t, d), values, d, other=self._other(keys, t))
                 positions, carried = host.span(f"key {t}") + host.span(f"key {d}"), self.answer(values[d])
             self._comparable(host, donor, (t, d))
             items.append(EntrySwap(len(items), swap, host, donor, positions, carried))
         return items
 
-    def prompt(self, keys: Sequence[str], values: Sequence[str], query: int, asked: str | None = None) -> Prompt:
-        """One prompt that asks entry `query`; `asked` overrides the key in the question."""
+    def prompt(self, keys: Sequence[str], values: Sequence[str], query: int, other: str | None = None) -> Prompt:
+        """One prompt that asks entry `query`; `other` is the key that a distracting surface mentions."""
         word = self.wording
-        asked = keys[query] if asked is None else asked
-        other = keys[(query + self.size // 2) % self.size]
+        asked = keys[query]
+        other = self._other(keys, query) if other is None else other
         pieces = [Piece(word.opening)]
         for i, (key, value) in enumerate(zip(keys, values)):
             pieces += _entry(word.entry, i, key, value)
@@ -176,12 +176,14 @@ class Dictionary:
             single_token(value, ids, spans[f"value {i}"], self.tokenizer)
         spans["final"] = (len(ids) - 1,)
         answers = tuple(self._answer(text, ids, value) for value in values)
-        answer = answers[list(keys).index(asked)]
-        return Prompt(ids, spans, text, tuple(keys), tuple(values), query, answer, answers)
+        return Prompt(ids, spans, text, tuple(keys), tuple(values), query, answers[query], answers)
 
     def answer(self, value: str) -> int:
         """The token id of a value as an answer; known once a prompt with that value was built."""
         return self._answers[value]
+
+    def _other(self, keys: Sequence[str], query: int) -> str:
+        return keys[(query + self.size // 2) % self.size]
 
     # -- helpers -------------------------------------------------------------
     def _draws(self, n: int, rng: random.Random, avoid: set[Words] | None):
@@ -213,14 +215,24 @@ class Dictionary:
             f"dictionary after {len(seen)}"
         )
 
-    def _other_values(self, values: Sequence[str], query: int, rng: random.Random) -> tuple[str, ...]:
-        """Values disjoint from `values` as far as the pool allows; the one at `query` always is."""
-        fresh = [v for v in self.values if v not in values]
-        rng.shuffle(fresh)
-        rest = list(values[1:]) + [values[0]]  # only reached where the pool is small: never the same pairing
-        chosen = [fresh.pop()] + [fresh.pop() if fresh else rest.pop() for _ in range(self.size - 1)]
-        chosen[0], chosen[query] = chosen[query], chosen[0]
-        return tuple(chosen)
+    def _other_dictionary(
+        self, keys: Sequence[str], values: Sequence[str], moved: dict[int, int], rng: random.Random
+    ) -> Prompt:
+        """The same keys in another order, the asked one moved from index to index, with other values.
+
+        Values are disjoint from `values` as far as the pool allows; the asked one's always is, and no key keeps its.
+        """
+        ((index, query),) = moved.items()
+        order = _reorder(keys, moved, rng)
+        own = dict(zip(keys, values))
+        fresh = [value for value in self.values if value not in values]
+        for _ in range(1000):
+            rng.shuffle(fresh)
+            chosen = [*fresh, *rng.sample(list(values), len(values))][: self.size]
+            chosen[0], chosen[query] = chosen[query], chosen[0]
+            if all(own[key] != value for key, value in zip(order, chosen)):
+                return self.prompt(order, chosen, query)
+        raise TaskError(f"{self.variant}: no other dictionary of the keys of entry {index} could be drawn")
 
     def _answer(self, text: str, ids: tuple[int, ...], value: str) -> int:
         if value not in self._answers:

@@ -32,7 +32,7 @@ class Text:
 
     def chunks(self, tokenizer: Any, part: str = "test", n: int = 16) -> list[Prompt]:
         """The first `n` chunks (of a line-wise text: lines) as prompts of equal length."""
-        source = self.test if part == "test" else self.train
+        source = {"test": self.test, "train": self.train}[part]
         if self.lines:
             rows = [tuple(tokenizer(line, add_special_tokens=False)["input_ids"]) for line in source.splitlines()]
             length = min(len(row) for row in rows)
@@ -45,7 +45,9 @@ class Text:
 
     def opening(self, tokenizer: Any, tokens: int) -> str:
         """The first `tokens` tokens of the text, decoded (paper 1.1, long{L})."""
-        source = self.start or " ".join(line.removeprefix("<s> ") for line in self.test.splitlines())
+        source = self.start or self.test
+        if self.lines:
+            source = " ".join(line.removeprefix("<s> ") for line in source.splitlines())
         ids = tokenizer(source, add_special_tokens=False)["input_ids"]
         if len(ids) < tokens:
             raise TaskError(f"text {self.name} has {len(ids)} tokens, fewer than the {tokens} asked for")

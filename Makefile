@@ -1,0 +1,28 @@
+# make run: the main job on the bundled models. make test: lint and tests. Both create .venv when needed.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: run test test-full lint clean
+
+run: $(STAMP)
+	$(BIN)/encode-address find --model tiny-gdn --model tiny-mamba2 --out results
+
+test: $(STAMP) lint
+	$(BIN)/pytest -m "not full" --durations=10
+
+test-full: $(STAMP) lint
+	$(BIN)/pytest --durations=20
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv results build *.egg-info

@@ -1,0 +1,245 @@
+"""The main job: find the Encode-Address circuit of a model, with evidence, or say that it is not there.
+
+Everything is measured on two disjoint sets of dictionaries: blocks and heads are selected on the discovery split
+and reported on the confirmation split. What counts as found is in `rule`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from tqdm import tqdm
+
+from encode_address import rule
+from encode_address.experiments import baseline, encode, readers, removal, transplant
+from encode_address.experiments.removal import Unit
+from encode_address.metrics import accuracy, heads, perplexity, select, summary
+from encode_address.models.loading import card
+from encode_address.run.cells import Cell
+from encode_address.run.engine import Engine, versions
+from encode_address.run.store import Store
+from encode_address.stats import estimate
+from encode_address.tasks import Dictionary, Text, dictionary, text_source
+from encode_address.verdict import Verdict
+
+VARIANTS = ("chat8", "list8", "rev8")
+N = 100
+QUICK_N = 60
+DISCOVERY_SEED = 10_000  # added to the seed: the confirmation split has the paper's own draws
+EXAMPLES = 25
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of `find`: the verdict, every row it rests on, and the folder they were written to."""
+
+    verdict: Verdict
+    table: pd.DataFrame
+    folder: Path
+
+
+def find(
+    model: Any,
+    variants: Sequence[str] = VARIANTS,
+    n: int = N,
+    seed: int = 0,
+    text: str | None = None,
+    pool: str = "A",
+    out: str | Path = "results",
+) -> Found:
+    """Find the circuit of `model` and write DIR/<slug>/ (cells, summary, verdict, manifest).
+
+    `n` pairs per split and variant; `text` is the source of perplexity and mean removal (see `tasks.text_source`).
+    An interrupted run continues where it was. Raises EncodeAddressError subclasses for anything a user can mend.
+    """
+    source = text_source(text, bundled=model.folder is not None)
+    tasks = {variant: dictionary(model, variant, source, pool) for variant in variants}
+    folder = Path(out) / model.slug
+    started = time.monotonic()
+    with Store(folder) as store:
+        job = _Job(model, source, store)
+        job.text()
+        for variant, task in tasks.items():
+            job.variant(variant, task, n, seed)
+        table = job.table()
+        verdict = rule.judge(table, model.layout, list(variants))
+        files = {
+            "summary__csv": summary(table).to_csv(index=False),
+            "verdict__json": {**verdict.as_dict(), "model": model.name, "versions": versions(), **_facts(model)},
+            "manifest__json": {
+                "command": {"variants": list(variants), "n": n, "seed": seed, "pool": pool, "text": source.name},
+                **job.engine.context(),
+                "rows": len(table),
+                "seconds_this_run": round(time.monotonic() - started, 1),
+                "tokens_forwarded_this_run": job.engine.tokens,
+                "dropped_words": {variant: list(task.dropped) for variant, task in tasks.items()},
+            },
+        }
+        store.finish(table, **files)
+    return Found(verdict, table, folder)
+
+
+class _Job:
+    """Plans the cells of one model, runs them into one store, and remembers the tables."""
+
+    def __init__(self, model: Any, text: Text, store: Store) -> None:
+        self.model, self.source, self.store = model, text, store
+        self.engine = Engine(model, text)
+        self.tables: list[pd.DataFrame] = []
+        self.blocks = removal.blocks(model.layout)
+
+    def table(self) -> pd.DataFrame:
+        """All rows so far."""
+        return pd.concat(self.tables, ignore_index=True)
+
+    def run(self, what: str, cells: Sequence[Cell]) -> pd.DataFrame:
+        """Run cells under a progress bar (on a terminal only); their rows join the table."""
+        with tqdm(
+            total=len(cells), desc=f"{self.model.name} {what}", unit="cell", leave=False, disable=_quiet()
+        ) as bar:
+            self.engine.on_rows = bar.update
+            rows = self.engine.run(cells, self.store)
+        self.tables.append(rows)
+        return rows
+
+    def text(self) -> None:
+        """The loss on text, intact and without each block or layer."""
+        chunks = self.source.chunks(self.model.tokenizer, "test", n=64 if self.source.lines else 16)
+        units = self.blocks + removal.single_layers(self.model.layout)
+        self.run("text", removal.text_cells(chunks, units, {"split": "confirmation"}))
+
+    def variant(self, variant: str, task: Dictionary, n: int, seed: int) -> None:
+        """Both splits of one variant. The confirmation dictionaries are drawn first: they are the paper's."""
+        used: dict[str, set] = {"swaps": set(), "questions": set(), "value": set(), "key": set()}
+        new = _items(task, n, seed, used)
+        old = _items(task, n, seed + DISCOVERY_SEED, used)
+        watch, chosen, sets = self._discover(variant, old)
+        self._confirm(variant, new, watch, chosen, sets)
+
+    def _discover(self, variant: str, items: dict[str, list]) -> tuple[list, list, list[str]]:
+        """Select heads and sets of blocks: (heads to watch, causal heads, sets that the confirmation must test)."""
+        labels, what = {"variant": variant, "split": "discovery"}, f"{variant} discovery"
+        intact = self.run(what, baseline.cells(items["swaps"], readers.all_heads(self.model), labels))
+        watch = sorted({*readers.candidates(intact), *readers.top_per_layer(intact)})
+        causal = self.run(what, readers.cells(items["swaps"], readers.candidates(intact), labels))
+        self.run(what, encode.cells(items["value"] + items["key"], self.blocks, labels))
+        moved = self.run(what, transplant.host_cells(items["questions"], watch=watch, labels=labels))
+        while names := rule.next_sets(moved, self.model.layout):
+            units = [self._unit(name) for name in names]
+            rows = self.run(what, transplant.cells(items["questions"], units, watch=watch, labels=labels))
+            moved = pd.concat([moved, rows], ignore_index=True)
+        names = rule.causal_heads(pd.concat([intact, causal]))
+        chosen = [head for head in heads(intact) if f"L{head[0]}H{head[1]}" in names]
+        return watch, chosen, [e.name for e in rule.select_address(moved, self.model.layout)]
+
+    def _confirm(self, variant: str, items: dict[str, list], watch: list, chosen: list, sets: list[str]) -> None:
+        """Measure on new dictionaries: every block and layer, and what discovery selected."""
+        labels, what = {"variant": variant, "split": "confirmation"}, f"{variant} confirmation"
+        swaps, questions = items["swaps"], items["questions"]
+        self.run(what, baseline.cells(swaps, watch, labels))
+        for mode in ("zero", "mean"):
+            self.run(what, removal.cells(swaps, self.blocks, mode, watch, labels))
+        self.run(what, removal.cells(swaps, removal.single_layers(self.model.layout), "zero", watch, labels))
+        self.run(what, encode.cells(items["value"] + items["key"], self.blocks, labels))
+        self.run(what, readers.cells(swaps, chosen, labels))
+        units = self.blocks + [self._unit(name) for name in sets if "+" in name]
+        self.run(what, transplant.host_cells(questions, watch=watch, labels=labels))
+        self.run(what, transplant.cells(questions, units, watch=watch, labels=labels))
+        for position in ("question",):
+            self.run(what, transplant.host_cells(questions, position, watch, labels))
+            kinds = ("same-dictionary", "identity")
+            self.run(what, transplant.cells(questions, units, kinds, position, watch, labels))
+        if sets:
+            self.run(what, transplant.example_cells(questions[:EXAMPLES], self._unit(sets[0]), watch, labels))
+
+    def _unit(self, name: str) -> Unit:
+        return name, self.model.layout.layers_of(name)
+
+
+def _items(task: Dictionary, n: int, seed: int, used: dict[str, set]) -> dict[str, list]:
+    return {
+        "swaps": task.swaps(n, seed, used["swaps"]),
+        "questions": task.questions(n, seed, used["questions"]),
+        "value": task.entries(n, "value", seed, used["value"]),
+        "key": task.entries(n, "key", seed, used["key"]),
+    }
+
+
+def _facts(model: Any) -> dict[str, Any]:
+    layout = model.layout
+    return {
+        "layout": {
+            "blocks": [{"name": b.name, "layers": list(b.layers), "reader": b.reader} for b in layout.blocks],
+            "softmax": list(layout.softmax_layers),
+        },
+        "imposed": card(model).get("imposed", []),
+    }
+
+
+def _quiet() -> bool:
+    return not sys.stderr.isatty()
+
+
+def report(found: Found, model: Any) -> str:
+    """The one screen: a line per block and variant, then the verdict in one sentence."""
+    table, layout = found.table, model.layout
+    new = select(table, split="confirmation")
+    text = select(new, experiment="text")
+    lines = [f"{model.name}: {len(table)} cells, {len(layout.blocks)} blocks; confirmation split, n = pairs"]
+    lines.append(
+        f"  {'variant':<10} {'block':<7} {'layers':<8} {'removed':>8} {'perplexity':>11} "
+        f"{'value/key swap':>15} {'transplant (final)':>22}  mark"
+    )
+    for verdict in found.verdict.variants:
+        rows = select(new, variant=verdict.variant)
+        lines.append(_line(verdict.variant, "intact", "", rows, text))
+        units = [(b.name, b.span) for b in layout.blocks]
+        units += [(name, "") for name in ["+".join(verdict.address.names)] if "+" in name]
+        for name, span in units:
+            lines.append(_line(verdict.variant, name, span, rows, text, _mark(name, verdict)))
+    return "\n".join([*lines, "", sentence(found.verdict, model.name)])
+
+
+def sentence(verdict: Verdict, name: str) -> str:
+    """The verdict in one sentence."""
+    parts = [f"Encode {'+'.join(verdict.encode) or 'none'}", f"Address {'+'.join(verdict.address) or 'none'}"]
+    if verdict.address_kind:
+        parts[-1] += f" (by {verdict.address_kind})"
+    parts.append(f"readers {', '.join(verdict.readers) or 'none'}")
+    tail = f" - {verdict.reason}" if verdict.reason else ""
+    return f"{verdict.status} in {name}: {', '.join(parts)}{tail}."
+
+
+def _mark(name: str, verdict: Any) -> str:
+    if name in verdict.encode.names:
+        return "Encode"
+    if name == "+".join(verdict.address.names) or name in verdict.address.names:
+        return "Address" + (" (partial)" if verdict.address.status == "partial" else "")
+    if name in verdict.removal_only:
+        return "removal-only"
+    return "attention moved, answer did not" if name in verdict.attention_only else ""
+
+
+def _line(variant: str, name: str, span: str, rows: pd.DataFrame, text: pd.DataFrame, mark: str = "") -> str:
+    intact = name == "intact"
+    removed = (
+        select(rows, experiment="baseline") if intact else select(rows, experiment="removal", block=name, mode="zero")
+    )
+    loss = select(text, intervention="none") if intact else select(text, block=name, mode="zero")
+    final = select(rows, experiment="transplant", block=name, donor="same-dictionary", position="final")
+    swaps = rule.carried(rows, name)
+    cells = [
+        f"{accuracy(removed).value:.2f}" if len(removed) else "",
+        f"{perplexity(loss['loss']):.4g}" if len(loss) else "",
+        " / ".join(f"{swaps[s].value:.2f}" for s in ("value", "key") if s in swaps),
+        str(estimate(final["redirected"], final["pair"])) if len(final) else "",
+    ]
+    return (
+        f"  {variant:<10} {name:<7} {span:<8} {cells[0]:>8} {cells[1]:>11} {cells[2]:>15} {cells[3]:>22}  {mark}"
+    ).rstrip()

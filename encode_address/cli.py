@@ -1,0 +1,112 @@
+"""The command line: `encode-address find | check | figures`. Knows experiments and tables, no model internals."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from encode_address.errors import EncodeAddressError, StoreError
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Find the Encode-Address circuit of hybrid language models. Add --debug to any command for tracebacks.",
+)
+
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N; default: cuda where there is one")]
+Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")]
+Revision = Annotated[str | None, typer.Option(help="hub revision of the model")]
+
+
+@app.command()
+def find(
+    model: Annotated[list[str], typer.Option(help="bundled name, hub name or folder; repeat for several models")],
+    variants: Annotated[str | None, typer.Option(help="e.g. chat8,list8,rev8 (default), chat8/far, long512")] = None,
+    n: Annotated[int | None, typer.Option(help="prompt pairs per split and variant (default 100)")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the dictionaries; 0 draws the paper's")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="n = 60 and chat8 only, unless given")] = False,
+    pool: Annotated[str, typer.Option(help="word pool")] = "A",
+    text: Annotated[
+        str | None, typer.Option(help="text for perplexity and means: a file, wikitext-2-v1 or bundled")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    out: Annotated[Path, typer.Option(help="results go to OUT/<model>/")] = Path("results"),
+) -> None:
+    """Find Encode, Address and readers, with controls; write the table, the verdict and the figures."""
+    from encode_address import circuit as job
+    from encode_address.figures import draw_all
+    from encode_address.models.loading import card, load
+
+    chosen = variants.split(",") if variants else ["chat8"] if quick else list(job.VARIANTS)
+    pairs = n if n is not None else job.QUICK_N if quick else job.N
+    for name in model:
+        loaded = load(name, device=device, dtype=dtype, revision=revision)
+        found = job.find(loaded, chosen, pairs, seed, text, pool, out)
+        drawn = draw_all(found.folder)
+        typer.echo(job.report(found, loaded))
+        for line in card(loaded).get("imposed", []):
+            typer.echo(f"  imposed in training: {line}")
+        pictures = ", ".join(str(path) for path in drawn if path.suffix == ".png")
+        typer.echo(f"  results in {found.folder}; figures: {pictures or 'none'}\n")
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="bundled name, hub name or folder")],
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+) -> None:
+    """Verify a model: layer kinds, every write fires, identity patches, split and padded execution, attention."""
+    from encode_address.models.loading import load
+
+    report = load(model, device=device, dtype=dtype, revision=revision).check()
+    typer.echo(str(report))
+    if not report.ok:
+        raise EncodeAddressError(f"{model}: a check failed (above); results on this model cannot be trusted")
+
+
+@app.command()
+def figures(folder: Annotated[Path, typer.Argument(help="a results folder of one model")]) -> None:
+    """Draw every figure that a results folder's table allows."""
+    from encode_address.figures import draw_all
+
+    drawn = draw_all(folder)
+    typer.echo("\n".join(str(path) for path in drawn) or f"nothing to draw from {folder}/cells.parquet")
+
+
+def main() -> None:
+    """Run the command line: one line and exit code 2 for an error, 130 for Ctrl-C."""
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
+    try:
+        code = app(arguments, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted; what was finished is kept, and the same command continues", debug, 130)
+    except EncodeAddressError as error:
+        _fail(str(error), debug)
+    except OSError as error:
+        _fail(str(StoreError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")), debug)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # the option parser's own complaints
+            _fail(f"{error.format_message()} (see encode-address --help)", debug)
+        _fail(f"unexpected {type(error).__name__}: {error}; run again with --debug and report it", debug)
+
+
+def _fail(message: str, debug: bool, code: int = 2) -> None:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {' '.join(message.split())}" if code == 2 else message, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The examples run as a reader would run them, and show what they say they show."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    # One thread: the models are small, and threads that wait for one another are slow on a busy machine.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("model", ["tiny-gdn", "tiny-mamba2"])
+def test_quickstart_shows_one_block_move_the_address(model):
+    out = run("quickstart.py", model)
+    facts = next(line for line in out.splitlines() if line.startswith("answer:"))
+    answer, right, other = (part.split(": ")[1] for part in facts.replace("; ", ", ").split(", "))
+    assert answer == right != other
+    rows = [line.split() for line in out.split("transplanted")[1].strip().splitlines()]
+    answers = {block: transplanted for block, _removed, transplanted, *_ in rows}
+    assert len(answers) == 4
+    assert [block for block, said in answers.items() if said == other] == ["G2"]
+    assert [row[0] for row in rows if "<-" in row] == ["G2"]
+    assert all(said == right for block, said in answers.items() if block != "G2")
+    assert rows[0][1] != right, "nothing works without the first block"
+
+
+def test_my_first_intervention_is_felt_after_its_block_only():
+    out = run("my_first_intervention.py")
+    lines = [line.split() for line in out.splitlines() if line]
+    right = lines[0][2].rstrip(";")
+    header, rows = lines[2], {" ".join(line[:-5]): line[-5:] for line in lines[3:]}
+    assert header[-3:] == ["L1", "L3", "L7"]
+    answer, lead, *attention = rows["none"]
+    assert answer == right
+    assert float(lead) > 0
+    for edit, (_, _, first, second, third) in rows.items():
+        if edit.startswith("G2"):
+            assert [first, second] == attention[:2], "layers before the block have run already"
+        if edit.startswith("G3"):
+            assert [first, second, third] == attention
+    assert rows["G2 x -1"][0] != right
+    assert float(rows["G2 x -1"][-1]) < 0.5 < float(attention[-1])
+    assert rows["G0 x 0.5"][1:] != rows["none"][1:], "the edit lands"
