@@ -32,6 +32,7 @@ VARIANTS = ("chat8", "list8", "rev8")
 N = 100
 QUICK_N = 60
 DISCOVERY_SEED = 10_000  # added to the seed: the confirmation split has the paper's own draws
+DISCOVERY_SHARE, DISCOVERY_LEAST = 0.6, 30  # selection needs fewer pairs than the report does
 EXAMPLES = 25
 
 
@@ -55,7 +56,7 @@ def find(
 ) -> Found:
     """Find the circuit of `model` and write DIR/<slug>/ (cells, summary, verdict, manifest).
 
-    `n` pairs per split and variant; `text` is the source of perplexity and mean removal (see `tasks.text_source`).
+    `n` pairs per variant on the confirmation split (and 0.6 n, at least 30, for discovery); `text` is the source of perplexity and mean removal (see `tasks.text_source`).
     An interrupted run continues where it was. Raises EncodeAddressError subclasses for anything a user can mend.
     """
     source = text_source(text, bundled=model.folder is not None)
@@ -118,7 +119,8 @@ class _Job:
         """Both splits of one variant. The confirmation dictionaries are drawn first: they are the paper's."""
         used: dict[str, set] = {"swaps": set(), "questions": set(), "value": set(), "key": set()}
         new = _items(task, n, seed, used)
-        old = _items(task, n, seed + DISCOVERY_SEED, used)
+        fewer = min(n, max(DISCOVERY_LEAST, round(DISCOVERY_SHARE * n)))
+        old = _items(task, fewer, seed + DISCOVERY_SEED, used)
         watch, chosen, sets = self._discover(variant, old)
         self._confirm(variant, new, watch, chosen, sets)
 
@@ -208,12 +210,19 @@ def report(found: Found, model: Any) -> str:
 
 def sentence(verdict: Verdict, name: str) -> str:
     """The verdict in one sentence."""
-    parts = [f"Encode {'+'.join(verdict.encode) or 'none'}", f"Address {'+'.join(verdict.address) or 'none'}"]
-    if verdict.address_kind:
-        parts[-1] += f" (by {verdict.address_kind})"
+    kind = f" (by {verdict.address_kind})" if verdict.address_kind else ""
+    parts = [f"Encode {_held(verdict, 'encode')}", f"Address {_held(verdict, 'address')}{kind}"]
     parts.append(f"readers {', '.join(verdict.readers) or 'none'}")
     tail = f" - {verdict.reason}" if verdict.reason else ""
     return f"{verdict.status} in {name}: {', '.join(parts)}{tail}."
+
+
+def _held(verdict: Verdict, part: str) -> str:
+    """The blocks that hold a claim; where the variants disagree, on which of them."""
+    names = "+".join(getattr(verdict, part))
+    held = {v.variant: "+".join(getattr(v, part).names) for v in verdict.variants}
+    apart = {name: [v for v, other in held.items() if other == name] for name in held.values() if name and not names}
+    return names or ", ".join(f"{name} on {' and '.join(variants)}" for name, variants in apart.items()) or "none"
 
 
 def _mark(name: str, verdict: Any) -> str:

@@ -27,7 +27,7 @@ Revision = Annotated[str | None, typer.Option(help="hub revision of the model")]
 def find(
     model: Annotated[list[str], typer.Option(help="bundled name, hub name or folder; repeat for several models")],
     variants: Annotated[str | None, typer.Option(help="e.g. chat8,list8,rev8 (default), chat8/far, long512")] = None,
-    n: Annotated[int | None, typer.Option(help="prompt pairs per split and variant (default 100)")] = None,
+    n: Annotated[int | None, typer.Option(help="prompt pairs per variant (default 100)")] = None,
     seed: Annotated[int, typer.Option(help="seed of the dictionaries; 0 draws the paper's")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="n = 60 and chat8 only, unless given")] = False,
     pool: Annotated[str, typer.Option(help="word pool")] = "A",

@@ -24,7 +24,16 @@ from encode_address.interventions import (
     transplant,
     write_cache,
 )
-from encode_address.run.engine import apply_edits, projected_input, write_donor, write_head, write_value
+from encode_address.run.engine import (
+    apply_edits,
+    donor_stands,
+    head_stands,
+    projected_input,
+    value_stands,
+    write_donor,
+    write_head,
+    write_value,
+)
 
 IDS = torch.randint(20, 200, (3, 12), generator=torch.Generator().manual_seed(0))
 TOKENS = IDS[:, :4]
@@ -214,28 +223,28 @@ def edited(model, backend, edits, watch=()):
     return seen
 
 
-@case(apply_edits, write_value, mixer_output, entry_attention, writes=True)
+@case(apply_edits, write_value, value_stands, mixer_output, entry_attention, writes=True)
 def edits_to_zero(model, backend):
-    zero = (mixer_output, write_value, (None,))
+    zero = (mixer_output, write_value, value_stands, (None,))
     return edited(model, backend, {i: zero for i in model.layout.layers_of("G2")}, watch=model.softmax_layers)
 
 
 @case(apply_edits, write_value, writes=True)
 def edits_to_mean(model, backend):
     mean = torch.linspace(-1, 1, model.config.hidden_size)
-    return edited(model, backend, {2: (mixer_output, write_value, ([mean],))})
+    return edited(model, backend, {2: (mixer_output, write_value, value_stands, ([mean],))})
 
 
-@case(apply_edits, projected_input, write_head, entry_attention, writes=True)
+@case(apply_edits, projected_input, write_head, head_stands, entry_attention, writes=True)
 def edits_head(model, backend):
     """The layer whose head is removed is also watched: its attention is read, then its head is written."""
     layer = model.softmax_layers[1]
-    return edited(model, backend, {layer: (projected_input, write_head, (0, model.heads))}, watch=[layer])
+    return edited(model, backend, {layer: (projected_input, write_head, head_stands, (0, model.heads))}, watch=[layer])
 
 
-@case(apply_edits, write_donor, writes=True)
+@case(apply_edits, write_donor, donor_stands, writes=True)
 def edits_to_donor(model, backend):
     donor = torch.randn(3, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
-    whole = (mixer_output, write_donor, (donor, torch.tensor([[11]] * 3), None))
-    row = (mixer_output, write_donor, (donor[:1], torch.tensor([[11]]), torch.tensor([1])))
+    whole = (mixer_output, write_donor, donor_stands, (donor, torch.tensor([[11]] * 3), None))
+    row = (mixer_output, write_donor, donor_stands, (donor[:1], torch.tensor([[11]]), torch.tensor([1])))
     return edited(model, backend, {-1: whole, 4: row}, watch=model.softmax_layers[:1])

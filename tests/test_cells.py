@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encode_address.errors import TaskError
-from encode_address.run.cells import EMBED, FINAL, FULL, Cell, bundles, slices
+from encode_address.errors import RunError, TaskError
+from encode_address.run.cells import EMBED, FINAL, Cell, bundles, slices
 from encode_address.tasks.prompts import Prompt
 
 LENGTHS = (4, 5, 7)
@@ -25,11 +25,27 @@ outcomes = st.sampled_from([(), (("correct", 1),), (("correct", 1), ("swapped", 
 
 
 @st.composite
-def cells(draw, path=FULL):
-    """Any cell: patched with a donor of the host's length, or edited without one."""
+def final_cells(draw):
+    """A cell of the final path: nothing done, or mixer outputs of the last position from a donor."""
     host = draw(prompts)
     shared = {
-        "path": path,
+        "path": FINAL,
+        "outcomes": draw(outcomes),
+        "watch": draw(watches),
+        "labels": draw(st.dictionaries(st.sampled_from(["block", "pair"]), st.integers(0, 3))),
+    }
+    if draw(st.booleans()):
+        return Cell("none", host, **shared)
+    donor = draw(prompts.filter(lambda p: len(p) == len(host)))
+    touched = draw(layers.filter(lambda chosen: EMBED not in chosen))
+    return Cell("transplant", host, donor=donor, layers=touched, where=host.final, source=host.final, **shared)
+
+
+@st.composite
+def cells(draw):
+    """Any cell of the full path: patched with a donor of the host's length, or edited without one."""
+    host = draw(prompts)
+    shared = {
         "layers": draw(layers),
         "mode": draw(st.sampled_from(["", "zero", "mean", "outputs", "embeddings"])),
         "head": draw(st.sampled_from([-1, 0, 1])),
@@ -95,7 +111,26 @@ def test_edits_over_the_same_donors_follow_one_another():
     assert len({d for d in donors[:3]}) == len({d for d in donors[3:]}) == 1
 
 
-@given(st.lists(cells(FINAL), max_size=40), st.integers(1, 60))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"intervention": "remove"},
+        {"layers": (EMBED,)},
+        {"where": (1,)},
+        {"source": (1,)},
+    ],
+    ids=str,
+)
+def test_the_final_path_takes_only_what_it_can_run(wrong):
+    """Removal, embeddings and earlier positions need the whole prompt; a cell that asks otherwise is refused."""
+    host, donor = PROMPTS[0], PROMPTS[2]
+    right = {"intervention": "transplant", "layers": (0,), "where": host.final, "source": host.final}
+    Cell(host=host, donor=donor, path=FINAL, **right)
+    with pytest.raises(RunError, match="final path"):
+        Cell(host=host, donor=donor, path=FINAL, **(right | wrong))
+
+
+@given(st.lists(final_cells(), max_size=40), st.integers(1, 60))
 @settings(max_examples=150, deadline=None)
 def test_bundles_cover_every_cell_once_and_fit_their_prefixes(plan, batch_tokens):
     """A bundle is one prefix run: one length, and its distinct prompts fit the budget (or are a single pair)."""

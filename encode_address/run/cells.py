@@ -6,8 +6,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from encode_address.errors import RunError
 from encode_address.models.layout import layer_span
 from encode_address.tasks.prompts import Prompt, equal_length
 
@@ -46,6 +48,12 @@ class Cell:
     def __post_init__(self) -> None:
         if self.donor is not None:
             equal_length((self.host, self.donor))
+        if self.path == FINAL:
+            at_the_end = not self.layers or self.where == self.source == self.host.final
+            if self.intervention not in ("none", "transplant") or EMBED in self.layers or not at_the_end:
+                raise RunError(
+                    f"the final path runs transplants of mixer outputs at the last position, not {self.columns()}"
+                )
 
     @property
     def is_null(self) -> bool:
@@ -67,20 +75,17 @@ class Cell:
             "path": self.path,
         }
 
+    @cached_property
+    def work(self) -> str:
+        """A hash of what has to be computed: the cell without its labels."""
+        prompts = (self.host.digest, self.donor.digest if self.donor else None)
+        edit = (self.intervention, self.path, self.layers, self.where, self.source, self.mode, self.head, self.seed)
+        return hashlib.sha256(repr((prompts, edit, self.outcomes, self.watch, self.text)).encode()).hexdigest()[:24]
+
     def key(self, context: Mapping[str, Any]) -> str:
         """A hash of all that determines the row: the cell, and `context` (model, precision, versions, text)."""
-        content = [
-            dict(context),
-            self.columns(),
-            self.host.digest,
-            self.donor.digest if self.donor else None,
-            self.where,
-            self.source,
-            self.outcomes,
-            self.watch,
-            self.text,
-        ]
-        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
+        content = json.dumps([dict(context), self.columns(), self.work], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
 def slices(cells: Sequence[Cell], batch_tokens: int) -> Iterator[list[Cell]]:

@@ -42,21 +42,22 @@ STEP_ROWS = 512  # rows of a one-token trace
 def apply_edits(layers, embed, edits, watch, entries):
     """Apply edits in the order of execution and read watched attention on the way.
 
-    `edits` maps a layer (-1: the embeddings) to (read, write, arguments); `watch` maps a softmax layer to its
-    attention call's name. Returns the attention per watched layer, and per edit the largest change of what it
-    wrote to - read back from the model, so that a write which did not land shows as zero.
+    `edits` maps a layer (-1: the embeddings) to (read, write, landed, arguments); `watch` maps a softmax layer to
+    its attention call's name. Returns the attention per watched layer and, per edit, whether what was written
+    stands in the model and the largest change that made: both are read back, not taken from the writer.
     """
-    attention, change = {}, {}
+    attention, landed, change = {}, {}, {}
     for index in sorted({*edits, *watch}):
         site = embed if index == -1 else layers[index].mixer
         if index in watch:
             attention[index] = entry_attention(site, watch[index], entries)
         if index in edits:
-            read, write, arguments = edits[index]
+            read, write, stands, arguments = edits[index]
             before = read(site).clone()
             write(site, *arguments)
+            landed[index] = stands(read(site), *arguments)
             change[index] = (read(site) - before).abs().amax()
-    return {"attention": attention, "change": change}
+    return {"attention": attention, "landed": landed, "change": change}
 
 
 def projected_input(mixer):
@@ -67,12 +68,26 @@ def write_value(mixer, value):
     remove([mixer], value)
 
 
+def value_stands(output, value):
+    return (output == (0 if value is None else value[0].to(output))).all()
+
+
 def write_head(mixer, head, heads):
     remove_head(mixer, head, heads)
 
 
+def head_stands(inputs, head, heads):
+    return (inputs.view(inputs.shape[0], inputs.shape[1], heads, -1)[:, :, head] == 0).all()
+
+
 def write_donor(mixer, donor, positions, rows):
     transplant([mixer], [donor], positions, rows)
+
+
+def donor_stands(output, donor, positions, rows):
+    index = positions.to(output.device)
+    batch = torch.arange(output.shape[0]) if rows is None else rows
+    return (output[batch.to(output.device)[:, None], index] == donor.to(output)).all()
 
 
 # -- outside -------------------------------------------------------------------
@@ -105,16 +120,20 @@ class Engine:
         keys = [cell.key(context) for cell in cells]
         if len(set(keys)) != len(keys):
             raise RunError("two cells of one plan are the same; label them apart")
-        by_key = dict(zip(keys, cells))
-        key_of = {id(cell): key for key, cell in by_key.items()}
         done = store.keys() if store else set()
-        todo = [cell for key, cell in by_key.items() if key not in done]
-        self.on_rows(len(cells) - len(todo))
+        twins: dict[str, list[tuple[str, Cell]]] = {}  # cells that differ in their labels only are run once
+        for key, cell in zip(keys, cells):
+            if key not in done:
+                twins.setdefault(cell.work, []).append((key, cell))
+        self.on_rows(len(cells) - sum(map(len, twins.values())))
         fresh: list[dict[str, Any]] = []
-        for batch, path in self._batches(todo):
-            rows = [{"key": key_of[id(c)], **r} for c, r in zip(batch, path(batch))]
-            for row in rows:
-                row.update(self.facts())
+        facts = self.facts()
+        for batch, path in self._batches([group[0][1] for group in twins.values()]):
+            rows = [
+                {"key": key, **twin.columns(), **measured, **facts}
+                for cell, measured in zip(batch, path(batch))
+                for key, twin in twins[cell.work]
+            ]
             if store:
                 store.append(rows)
             else:
@@ -161,47 +180,50 @@ class Engine:
                 seen = nnsight.save({})
                 seen.update(apply_edits(layers, embed, edits, watch, entries))
                 seen["loss"] = measure.next_token_loss(tracer.result.logits, ids)
-            self._verify(cells, seen["change"], torch.isfinite(seen["loss"]).all())
-            return [{**c.columns(), "loss": float(loss)} for c, loss in zip(cells, seen["loss"])]
+            self._verify(cells, seen, torch.isfinite(seen["loss"]).all())
+            return [{"loss": loss} for loss in seen["loss"].tolist()]
         tokens = _tokens(cells)
         with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
             seen = nnsight.save({})
             seen.update(apply_edits(layers, embed, edits, watch, entries))
             seen["answer"] = measure.answer(tracer.result.logits[:, -1], tokens)
-        self._verify(cells, seen["change"], seen["answer"]["finite"].all())
+        self._verify(cells, seen, seen["answer"]["finite"].all())
         return self._rows(cells, seen)
 
     def _full_edits(self, cells: list[Cell]) -> dict[int, tuple]:
         first, edits = cells[0], {}
-        for order, layer in enumerate(first.layers):
+        where = torch.tensor([cell.where for cell in cells])
+        hosts = self._capture(_ids([cell.host for cell in cells]), where) if first.mode == "random" else {}
+        for layer in first.layers:
             if first.intervention == "remove":
                 value = None if first.mode == "zero" else [self.means()[layer]]
-                edits[layer] = (mixer_output, write_value, (value,))
+                edits[layer] = (mixer_output, write_value, value_stands, (value,))
             elif first.intervention == "heads":
-                edits[layer] = (projected_input, write_head, (first.head, self.model.heads))
+                edits[layer] = (projected_input, write_head, head_stands, (first.head, self.model.heads))
             elif first.intervention == "transplant":
-                donors = self._donors(cells)[layer]
-                where = torch.tensor([cell.where for cell in cells])
-                edits[layer] = (mixer_output, write_donor, (donors, where, None))
+                values = self._donors(cells)[layer]
+                if hosts:
+                    values = torch.stack([_noisy(c, layer, *v) for c, *v in zip(cells, hosts[layer], values)])
+                edits[layer] = (mixer_output, write_donor, donor_stands, (values, where, None))
             else:
-                raise RunError(f"the full path does not know the intervention {first.intervention!r} (layer {order})")
+                raise RunError(f"no full path for the intervention {first.intervention!r}")
         return edits
 
     def _donors(self, cells: list[Cell]) -> dict[int, torch.Tensor]:
-        """Every linear mixer's output, and the embeddings, at the donors' source positions: (batch, k, d_model)."""
+        """Every mixer's output, and the embeddings, at the donors' source positions: (batch, k, d_model) by layer."""
         ids, source = _ids([cell.donor for cell in cells]), torch.tensor([cell.source for cell in cells])
         if self._captured[0] != (ids.tolist(), source.tolist()):
             self._captured = ((ids.tolist(), source.tolist()), self._capture(ids, source))
         return self._captured[1]
 
     def _capture(self, ids: torch.Tensor, source: torch.Tensor) -> dict[int, torch.Tensor]:
-        model, indices = self.model, self.model.linear_layers
+        model, count = self.model, len(self.model.layout.kinds)
         layers, embed = model.layers, model.embed
         self.tokens += ids.numel()
         with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
             seen = nnsight.save({})
             seen[-1] = capture(embed, source)
-            for i in indices:
+            for i in range(count):
                 seen[i] = capture(layers[i].mixer, source)
             tracer.stop()
         return dict(seen)
@@ -229,7 +251,7 @@ class Engine:
                 if chosen:
                     values = torch.stack([self._value(part[i], layer, outputs[layer], place) for i in chosen])[:, None]
                     where = torch.zeros(len(chosen), 1, dtype=torch.long)
-                    edits[layer] = (mixer_output, write_donor, (values, where, torch.tensor(chosen)))
+                    edits[layer] = (mixer_output, write_donor, donor_stands, (values, where, torch.tensor(chosen)))
             rows += self._step(ids, hosts, cache, saved, cells=part, edits=edits)
         return rows
 
@@ -258,19 +280,15 @@ class Engine:
             seen = nnsight.save({})
             seen.update(apply_edits(layers, embed, edits, watch, entries))
             seen["answer"] = measure.answer(tracer.result.logits[:, -1], asked)
-        self._verify(cells, seen["change"], seen["answer"]["finite"].all())
+        self._verify(cells, seen, seen["answer"]["finite"].all())
         return self._rows(cells, seen)
 
     def _value(self, cell: Cell, layer: int, outputs: torch.Tensor, place: dict) -> torch.Tensor:
         donor = outputs[place[cell.donor.ids]]
-        if cell.mode != "random":
-            return donor
-        host = outputs[place[cell.host.ids]]
-        noise = torch.randn(host.shape, generator=_generator(cell.seed, layer, cell.host.ids)).to(host)
-        return host + noise / noise.norm() * (donor - host).norm()
+        return donor if cell.mode != "random" else _noisy(cell, layer, outputs[place[cell.host.ids]], donor)
 
     def means(self) -> dict[int, torch.Tensor]:
-        """The mean output of every linear mixer over the text's train part: one (d_model,) tensor per layer."""
+        """The mean output of every mixer over the text's train part: one (d_model,) tensor per layer."""
         if self._means is None:
             if self.text is None:
                 raise RunError("mean removal needs a text: pass --text")
@@ -294,7 +312,7 @@ class Engine:
         words = self.model.tokenizer.convert_ids_to_tokens(answer["predicted"].tolist())
         rows = []
         for i, cell in enumerate(cells):
-            row = {**cell.columns(), "said": words[i], "spread": float(answer["spread"][i])}
+            row = {"said": words[i], "spread": float(answer["spread"][i])}
             logits = answer["logits"][i].tolist()
             for name, token in cell.outcomes:
                 row[name] = bool(answer["predicted"][i] == token)
@@ -308,12 +326,14 @@ class Engine:
             rows.append(row)
         return rows
 
-    def _verify(self, cells: list[Cell], change: dict[int, torch.Tensor], finite: torch.Tensor) -> None:
+    def _verify(self, cells: list[Cell], seen: dict[str, Any], finite: torch.Tensor) -> None:
         first = cells[0]
         what = f"{first.intervention} {first.mode} at layers {first.columns()['layers'] or '-'} ({self.model.name})"
         if not bool(finite):
             raise RunError(f"NaN or infinite logits: {what}; try --dtype float32")
-        for layer, size in change.items():
+        for layer, size in seen["change"].items():
+            if not bool(seen["landed"][layer]):
+                raise RunError(f"the intervention did not fire: what {what} wrote does not stand at layer {layer}")
             touching = [cell for cell in cells if layer in cell.layers]
             if not float(size) > 0 and not all(cell.is_null for cell in touching):
                 raise RunError(f"the intervention did not fire: {what} changed nothing at layer {layer}")
@@ -350,6 +370,12 @@ def _tokens(cells: Sequence[Cell]) -> torch.Tensor:
     rows = [[token for _, token in cell.outcomes] + list(cell.host.choices) for cell in cells]
     width = max(len(row) for row in rows)
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])
+
+
+def _noisy(cell: Cell, layer: int, host: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
+    """The host's output plus noise of the size of donor - host, at every position (last dimension: d_model)."""
+    noise = torch.randn(host.shape, generator=_generator(cell.seed, layer, cell.host.ids)).to(host)
+    return host + noise / noise.norm(dim=-1, keepdim=True) * (donor - host).norm(dim=-1, keepdim=True)
 
 
 def _generator(seed: int, layer: int, ids: tuple[int, ...]) -> torch.Generator:
