@@ -75,7 +75,7 @@ def find(
             "verdict__json": {**verdict.as_dict(), "model": model.name, "versions": versions(), **_facts(model)},
             "manifest__json": {
                 "command": {"variants": list(variants), "n": n, "seed": seed, "pool": pool, "text": source.name},
-                **job.engine.context(),
+                **job.engine.facts(),
                 "rows": len(table),
                 "seconds_this_run": round(time.monotonic() - started, 1),
                 "tokens_forwarded_this_run": job.engine.tokens,
@@ -180,6 +180,7 @@ def _facts(model: Any) -> dict[str, Any]:
             "blocks": [{"name": b.name, "layers": list(b.layers), "reader": b.reader} for b in layout.blocks],
             "softmax": list(layout.softmax_layers),
         },
+        "split": "confirmation",
         "imposed": card(model).get("imposed", []),
     }
 
@@ -205,7 +206,8 @@ def report(found: Found, model: Any) -> str:
         units += [(name, "") for name in ["+".join(verdict.address.names)] if "+" in name]
         for name, span in units:
             lines.append(_line(verdict.variant, name, span, rows, text, _mark(name, verdict)))
-    return "\n".join([*lines, "", sentence(found.verdict, model.name)])
+    ties = [f"  {v.variant}: tied with {', '.join(v.ties)}" for v in found.verdict.variants if v.ties]
+    return "\n".join([*lines, *ties, "", sentence(found.verdict, model.name)])
 
 
 def sentence(verdict: Verdict, name: str) -> str:

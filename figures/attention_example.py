@@ -63,7 +63,8 @@ def _figure(rows: pd.DataFrame, view: dict[str, Any], variant: str):
     colours = (figures.BLUE, "entry the host asks for"), (figures.GREEN, "entry the donor asks for")
     handles = [panels[0].bar([0], [0], color=colour, label=label) for colour, label in colours]
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(left / width, 0.99), ncols=2)
-    figure.text(0.03, 0.02, f"{variant}, pair {pair}: {why}", size=6, va="bottom", color="#777777")
+    name = f"{host['model']}, " if "model" in host else ""
+    figure.text(0.03, 0.02, f"{name}{variant}, pair {pair}: {why}", size=6, va="bottom", color="#777777")
     return figure
 
 

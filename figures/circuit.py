@@ -96,7 +96,8 @@ def _figure(rows: pd.DataFrame, view: dict[str, Any], variant: str):
     _controls(bottom, slots, moved)
     _landmarks(top, bottom, slots, view)
     counts = dict.fromkeys(f"{r['pair'].nunique()}" for r in (removed, own))
-    bottom.set_xlabel(f"block removed or transplanted ({variant}, n = {' and '.join(counts)} pairs)", labelpad=12)
+    name = f"{rows['model'].iloc[0]}, " if "model" in rows else ""
+    bottom.set_xlabel(f"block ({name}{variant}, n = {' and '.join(counts)} pairs)", labelpad=12)
     for slot in slots:
         bottom.annotate(
             slot.label[1], (slot.x, 0), (0, -12), xycoords=bottom.get_xaxis_transform(), textcoords="offset points",

@@ -100,7 +100,8 @@ class HybridModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        """Where prompts go: the model's device; a remote model has none here, so the CPU."""
+        return torch.device("cpu") if self.remote else next(self.module.parameters()).device
 
     @property
     def dtype(self) -> str:

@@ -53,7 +53,9 @@ def load(
         if tokenizer is None:
             raise ModelError("a module needs its tokenizer: load(module, tokenizer=...)")
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
-        config, folder, module = model.config, None, model.eval()
+        config, folder, source, module = model.config, None, None, model.eval()
+        if remote:
+            raise ModelError("a module object is local; for remote=True give the hub name that the server knows")
     else:
         name = str(model)
         folder = _bundled_folder(name)
@@ -63,8 +65,8 @@ def load(
     family, layout = family_of(config, name), Layout.from_config(config.get_text_config(), name)
     if tokenizer is None:
         tokenizer = _tokenizer(name, source, revision)
-    if module is None and remote:
-        module = name
+    if remote:
+        module = source  # nnsight builds the module tree without weights
     elif module is None:
         attention = attn_implementation or "sdpa"
         if name in UNTRAINED:

@@ -116,8 +116,8 @@ class Engine:
         """The table of `cells`, one row per cell in their order; rows already in `store` are not run again."""
         if not cells:
             return pd.DataFrame()
-        context = self.context()
-        keys = [cell.key(context) for cell in cells]
+        facts = self.facts()
+        keys = [cell.key(facts) for cell in cells]
         if len(set(keys)) != len(keys):
             raise RunError("two cells of one plan are the same; label them apart")
         done = store.keys() if store else set()
@@ -127,7 +127,6 @@ class Engine:
                 twins.setdefault(cell.work, []).append((key, cell))
         self.on_rows(len(cells) - sum(map(len, twins.values())))
         fresh: list[dict[str, Any]] = []
-        facts = self.facts()
         for batch, path in self._batches([group[0][1] for group in twins.values()]):
             rows = [
                 {"key": key, **twin.columns(), **measured, **facts}
@@ -143,7 +142,7 @@ class Engine:
         return table.set_index("key").loc[keys].reset_index()
 
     def facts(self) -> dict[str, Any]:
-        """The columns that are the same for every row of this model."""
+        """The columns that are the same for every row of this model; with its cell they determine a row."""
         model = self.model
         return {
             "model": model.name,
@@ -154,11 +153,8 @@ class Engine:
             "device": model.device.type,
             "where": "local",
             "text_source": f"{self.text.name}:{self.text.sha256}" if self.text else "",
+            "versions": " ".join(f"{name}={version}" for name, version in versions().items()),
         }
-
-    def context(self) -> dict[str, Any]:
-        """All that determines a row beside its cell."""
-        return {**self.facts(), **versions()}
 
     # -- batches -----------------------------------------------------------------
     def _batches(self, cells: Sequence[Cell]):
