@@ -120,12 +120,11 @@ class HybridModel:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the configuration and of every bit of the weights; of a hub model's commit where that is known."""
+        """A hash of the configuration and of every bit of the weights, taken once, when first asked for."""
         if self._fingerprint is None:
             digest = hashlib.sha256(self.module.config.to_json_string(use_diff=False).encode())
-            commit = getattr(self.module.config, "_commit_hash", None)
-            if self.remote or commit:
-                digest.update(f"{self.name}@{self.revision}@{commit}@{self.dtype}".encode())
+            if self.remote:
+                digest.update(f"{self.name}@{self.revision}".encode())
             else:
                 for key, value in self.module.state_dict().items():
                     digest.update(f"{key}{tuple(value.shape)}{value.dtype}{_weigh(value)}".encode())

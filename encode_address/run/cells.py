@@ -106,7 +106,8 @@ def slices(cells: Sequence[Cell], batch_tokens: int) -> Iterator[list[Cell]]:
         edit = (cell.intervention, cell.mode, cell.layers, cell.head, tuple(sorted({layer for layer, _ in cell.watch})))
         groups.setdefault((shape, cell.intervention, cell.mode == "embeddings"), {}).setdefault(edit, []).append(cell)
     for (shape, *_), edits in groups.items():
-        size = max(1, batch_tokens // shape[0])
+        # A text needs the logits of every token, not of the last one: an eighth of the rows.
+        size = max(1, batch_tokens // shape[0] // (8 if shape[3] else 1))
         longest = max(len(group) for group in edits.values())
         for start in range(0, longest, size):
             for group in edits.values():

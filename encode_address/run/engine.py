@@ -35,7 +35,7 @@ from encode_address.tasks.prompts import Prompt
 from encode_address.tasks.text import Text
 
 BATCH_TOKENS = 8192
-STEP_ROWS = 512  # rows of a one-token trace
+STEP_ROWS, STEP_BYTES = 512, 4 << 30  # of a one-token trace: rows, and bytes of their caches
 
 
 # -- inside the trace (torch only) ---------------------------------------------
@@ -238,8 +238,10 @@ class Engine:
         if touched:
             outputs = self._step(ids, everything, cache, saved, capture_at=touched)
         rows: list[dict[str, Any]] = []
-        for start in range(0, len(cells), STEP_ROWS):
-            part = cells[start : start + STEP_ROWS]
+        size = sum(t.numel() * t.element_size() for layer in saved for t in layer.values()) // len(prompts)
+        step = min(STEP_ROWS, max(1, STEP_BYTES // size))
+        for start in range(0, len(cells), step):
+            part = cells[start : start + step]
             hosts = torch.tensor([place[cell.host.ids] for cell in part])
             edits = {}
             for layer in touched:
