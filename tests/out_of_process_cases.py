@@ -24,7 +24,7 @@ from encode_address.interventions import (
     transplant,
     write_cache,
 )
-from encode_address.run.engine import (
+from encode_address.run.edits import (
     apply_edits,
     donor_stands,
     head_stands,

@@ -22,7 +22,7 @@ import encode_address
 from encode_address import interventions, measure
 from encode_address.errors import EncodeAddressError
 from encode_address.models.loading import BUNDLED_DIR, TRAINED
-from encode_address.run import engine
+from encode_address.run import edits
 from tests.out_of_process_cases import CASES, IDS, removes_to_zero
 from tests.outofprocess import OutOfProcess, Server, ServerError
 
@@ -100,16 +100,15 @@ def functions_of(module):
 
 
 def in_trace_functions():
-    """Whatever may be called inside a trace: the interventions, the measures, and the engine's part above Engine."""
-    first_class = next(n.lineno for n in ast.parse(inspect.getsource(engine)).body if isinstance(n, ast.ClassDef))
+    """Whatever may be called inside a trace: the interventions, the measures, and the engine's edits."""
     wanted = {getattr(interventions, name) for name in interventions.__all__}
     wanted |= {f for f in functions_of(measure) if not f.__name__.startswith("_")}
-    return wanted | {f for f in functions_of(engine) if f.__code__.co_firstlineno < first_class}
+    return wanted | functions_of(edits)
 
 
 def test_every_in_trace_function_has_a_case():
     wanted = in_trace_functions()
-    assert {engine.apply_edits, engine.write_value, measure.answer, interventions.write_cache} <= wanted
+    assert {edits.apply_edits, edits.write_value, measure.answer, interventions.write_cache} <= wanted
     assert {f.__name__ for f in wanted - {f for case in CASES for f in case.covers}} == set()
 
 
@@ -225,7 +224,7 @@ def outer_names(source):
 
 def test_in_trace_functions_use_torch_and_each_other_only():
     wanted = in_trace_functions()
-    for module in {inspect.getmodule(function) for function in wanted} - {engine}:
+    for module in {inspect.getmodule(function) for function in wanted}:
         wanted |= functions_of(module)
     found = {}
     for function in wanted:

@@ -48,7 +48,7 @@ def load(
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
-    device, torch_dtype = _device(device), _dtype(dtype)
+    device, torch_dtype = pick_device(device), _dtype(dtype)
     if isinstance(model, torch.nn.Module):
         if tokenizer is None:
             raise ModelError("a module needs its tokenizer: load(module, tokenizer=...)")
@@ -158,7 +158,8 @@ def _untrained(config: Any, attention: str, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
 
 
-def _device(device: str | None) -> torch.device:
+def pick_device(device: str | None) -> torch.device:
+    """The device of that name; cuda where there is one when None. Raises ModelError when there is no such device."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import nnsight
@@ -19,78 +20,27 @@ import transformers
 
 from encode_address import measure
 from encode_address.errors import RunError
-from encode_address.interventions import (
-    capture,
-    entry_attention,
-    mixer_output,
-    read_cache,
-    remove,
-    remove_head,
-    transplant,
-    write_cache,
-)
+from encode_address.interventions import capture, mixer_output, read_cache, write_cache
 from encode_address.run.cells import FINAL, FULL, Cell, bundles, slices
+from encode_address.run.edits import (
+    apply_edits,
+    donor_stands,
+    head_stands,
+    projected_input,
+    value_stands,
+    write_donor,
+    write_head,
+    write_value,
+)
 from encode_address.run.store import Store
 from encode_address.tasks.prompts import Prompt
 from encode_address.tasks.text import Text
 
 BATCH_TOKENS = 8192
+SMALL = 5_000_000  # parameters of a model that runs best, on a CPU, with one thread
 STEP_ROWS, STEP_BYTES = 512, 4 << 30  # of a one-token trace: rows, and bytes of their caches
 
 
-# -- inside the trace (torch only) ---------------------------------------------
-def apply_edits(layers, embed, edits, watch, entries):
-    """Apply edits in the order of execution and read watched attention on the way.
-
-    `edits` maps a layer (-1: the embeddings) to (read, write, landed, arguments); `watch` maps a softmax layer to
-    its attention call's name. Returns the attention per watched layer and, per edit, whether what was written
-    stands in the model and the largest change that made: both are read back, not taken from the writer.
-    """
-    attention, landed, change = {}, {}, {}
-    for index in sorted({*edits, *watch}):
-        site = embed if index == -1 else layers[index].mixer
-        if index in watch:
-            attention[index] = entry_attention(site, watch[index], entries)
-        if index in edits:
-            read, write, stands, arguments = edits[index]
-            before = read(site).clone()
-            write(site, *arguments)
-            landed[index] = stands(read(site), *arguments)
-            change[index] = (read(site) - before).abs().amax()
-    return {"attention": attention, "landed": landed, "change": change}
-
-
-def projected_input(mixer):
-    return mixer.out_proj.input
-
-
-def write_value(mixer, value):
-    remove([mixer], value)
-
-
-def value_stands(output, value):
-    return (output == (0 if value is None else value[0].to(output))).all()
-
-
-def write_head(mixer, head, heads):
-    remove_head(mixer, head, heads)
-
-
-def head_stands(inputs, head, heads):
-    return (inputs.view(inputs.shape[0], inputs.shape[1], heads, -1)[:, :, head] == 0).all()
-
-
-def write_donor(mixer, donor, positions, rows):
-    transplant([mixer], [donor], positions, rows)
-
-
-def donor_stands(output, donor, positions, rows):
-    index = positions.to(output.device)
-    batch = torch.arange(output.shape[0]) if rows is None else rows
-    return (output[batch.to(output.device)[:, None], index] == donor.to(output)).all()
-
-
-# -- outside -------------------------------------------------------------------
 class Engine:
     """Runs cells on one model; keeps the last captured donors and the text means.
 
@@ -116,6 +66,10 @@ class Engine:
         """The table of `cells`, one row per cell in their order; rows already in `store` are not run again."""
         if not cells:
             return pd.DataFrame()
+        with _threads(self.model):
+            return self._run(cells, store)
+
+    def _run(self, cells: Sequence[Cell], store: Store | None) -> pd.DataFrame:
         facts = self.facts()
         keys = [cell.key(facts) for cell in cells]
         if len(set(keys)) != len(keys):
@@ -335,6 +289,22 @@ class Engine:
             touching = [cell for cell in cells if layer in cell.layers]
             if not float(size) > 0 and not all(cell.is_null for cell in touching):
                 raise RunError(f"the intervention did not fire: {what} changed nothing at layer {layer}")
+
+
+@contextmanager
+def _threads(model: Any) -> Iterator[None]:
+    """One thread for a small model on a CPU, for as long as it runs.
+
+    Its matrices gain at most a third from a second thread, and lose an order of magnitude when another process
+    wants that core: waiting threads spin. A fixed number also keeps sums, and so the table, the same.
+    """
+    before = torch.get_num_threads()
+    if model.device.type == "cpu" and sum(p.numel() for p in model.module.parameters()) < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def versions() -> dict[str, str]:

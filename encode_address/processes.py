@@ -1,0 +1,55 @@
+"""Several models at once on the cores of one machine: one process each (nnsight runs one model per process)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+def side_by_side(models: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Run `encode-address find` for each model in its own process, as many at once as there are cores.
+
+    Screens are printed in the order of `models`. A model's error stands on stderr as its own process printed it,
+    and makes this command exit with that code once the others have finished. Ctrl-C ends them all.
+    """
+    given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    waiting, code = list(models), 0
+    running: list[subprocess.Popen] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                command = [sys.executable, "-m", "encode_address.cli", "find", "--model", waiting.pop(0), *given]
+                running.append(_start(command))
+            first = running[0]
+            screen, _ = first.communicate()
+            running.pop(0)
+            typer.echo(screen, nl=False)
+            code = code or first.returncode
+    except KeyboardInterrupt:
+        for process in running:
+            process.kill()  # what it finished is kept
+        raise
+    if code:
+        raise typer.Exit(code)
+
+
+def _start(command: list[str]) -> subprocess.Popen:
+    """Start a process of its own session, so that Ctrl-C reaches us alone; on Linux it dies when we do."""
+
+    def die_with_parent() -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=die_with_parent
+    )
