@@ -6,7 +6,6 @@ and reported on the confirmation split. What counts as found is in `rule`.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
 from encode_address import rule
+from encode_address.errors import TaskError
 from encode_address.experiments import baseline, encode, readers, removal, transplant
+from encode_address.experiments.base import progress
 from encode_address.experiments.removal import Unit
 from encode_address.metrics import accuracy, heads, perplexity, select, summary
 from encode_address.models.loading import card
@@ -34,6 +34,7 @@ QUICK_N = 60
 DISCOVERY_SEED = 10_000  # added to the seed: the confirmation split has the paper's own draws
 DISCOVERY_SHARE, DISCOVERY_LEAST = 0.6, 30  # selection needs fewer pairs than the report does
 EXAMPLES = 25
+SCREEN = 30  # lines of blocks, above which only marked ones are shown
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,12 @@ def find(
 ) -> Found:
     """Find the circuit of `model` and write DIR/<slug>/ (cells, summary, verdict, manifest).
 
-    `n` pairs per variant on the confirmation split (and 0.6 n, at least 30, for discovery); `text` is the source of perplexity and mean removal (see `tasks.text_source`).
+    `n` pairs per variant on the confirmation split, and 0.6 n (at least 30) for discovery; `text` is the source of
+    perplexity and mean removal (see `tasks.text_source`).
     An interrupted run continues where it was. Raises EncodeAddressError subclasses for anything a user can mend.
     """
+    if n < 2 or not variants:
+        raise TaskError("find needs at least one variant and n of 2 or more; claims need about 40 pairs")
     source = text_source(text, bundled=model.folder is not None)
     tasks = {variant: dictionary(model, variant, source, pool) for variant in variants}
     folder = Path(out) / model.slug
@@ -101,9 +105,7 @@ class _Job:
 
     def run(self, what: str, cells: Sequence[Cell]) -> pd.DataFrame:
         """Run cells under a progress bar (on a terminal only); their rows join the table."""
-        with tqdm(
-            total=len(cells), desc=f"{self.model.name} {what}", unit="cell", leave=False, disable=_quiet()
-        ) as bar:
+        with progress(f"{self.model.name} {what}", cells) as bar:
             self.engine.on_rows = bar.update
             rows = self.engine.run(cells, self.store)
         self.tables.append(rows)
@@ -118,6 +120,7 @@ class _Job:
     def variant(self, variant: str, task: Dictionary, n: int, seed: int) -> None:
         """Both splits of one variant. The confirmation dictionaries are drawn first: they are the paper's."""
         used: dict[str, set] = {"swaps": set(), "questions": set(), "value": set(), "key": set()}
+        self.about = {"surface": task.surface or "restate", "pool": task.pool}
         new = _items(task, n, seed, used)
         fewer = min(n, max(DISCOVERY_LEAST, round(DISCOVERY_SHARE * n)))
         old = _items(task, fewer, seed + DISCOVERY_SEED, used)
@@ -126,23 +129,24 @@ class _Job:
 
     def _discover(self, variant: str, items: dict[str, list]) -> tuple[list, list, list[str]]:
         """Select heads and sets of blocks: (heads to watch, causal heads, sets that the confirmation must test)."""
-        labels, what = {"variant": variant, "split": "discovery"}, f"{variant} discovery"
+        labels, what = {"variant": variant, "split": "discovery", **self.about}, f"{variant} discovery"
         intact = self.run(what, baseline.cells(items["swaps"], readers.all_heads(self.model), labels))
         watch = sorted({*readers.candidates(intact), *readers.top_per_layer(intact)})
         causal = self.run(what, readers.cells(items["swaps"], readers.candidates(intact), labels))
         self.run(what, encode.cells(items["value"] + items["key"], self.blocks, labels))
         moved = self.run(what, transplant.host_cells(items["questions"], watch=watch, labels=labels))
+        first, *controls = transplant.DONORS
         while names := rule.next_sets(moved, self.model.layout):
-            units = [self._unit(name) for name in names]
-            rows = self.run(what, transplant.cells(items["questions"], units, watch=watch, labels=labels))
-            moved = pd.concat([moved, rows], ignore_index=True)
+            moved = pd.concat([moved, self._transplants(what, items, names, [first], watch, labels)])
+        if names := rule.redirecting(moved, self.model.layout):
+            moved = pd.concat([moved, self._transplants(what, items, names, controls, watch, labels)])
         names = rule.causal_heads(pd.concat([intact, causal]))
         chosen = [head for head in heads(intact) if f"L{head[0]}H{head[1]}" in names]
         return watch, chosen, [e.name for e in rule.select_address(moved, self.model.layout)]
 
     def _confirm(self, variant: str, items: dict[str, list], watch: list, chosen: list, sets: list[str]) -> None:
         """Measure on new dictionaries: every block and layer, and what discovery selected."""
-        labels, what = {"variant": variant, "split": "confirmation"}, f"{variant} confirmation"
+        labels, what = {"variant": variant, "split": "confirmation", **self.about}, f"{variant} confirmation"
         swaps, questions = items["swaps"], items["questions"]
         self.run(what, baseline.cells(swaps, watch, labels))
         for mode in ("zero", "mean"):
@@ -153,12 +157,15 @@ class _Job:
         units = self.blocks + [self._unit(name) for name in sets if "+" in name]
         self.run(what, transplant.host_cells(questions, watch=watch, labels=labels))
         self.run(what, transplant.cells(questions, units, watch=watch, labels=labels))
-        for position in ("question",):
-            self.run(what, transplant.host_cells(questions, position, watch, labels))
-            kinds = ("same-dictionary", "identity")
-            self.run(what, transplant.cells(questions, units, kinds, position, watch, labels))
+        self.run(what, transplant.host_cells(questions, "question", watch, labels))
+        kinds = ("same-dictionary", "identity")
+        self.run(what, transplant.cells(questions, units, kinds, "question", watch, labels))
         if sets:
             self.run(what, transplant.example_cells(questions[:EXAMPLES], self._unit(sets[0]), watch, labels))
+
+    def _transplants(self, what, items, names, donors, watch, labels) -> pd.DataFrame:
+        units = [self._unit(name) for name in names]
+        return self.run(what, transplant.cells(items["questions"], units, donors, watch=watch, labels=labels))
 
     def _unit(self, name: str) -> Unit:
         return name, self.model.layout.layers_of(name)
@@ -185,46 +192,50 @@ def _facts(model: Any) -> dict[str, Any]:
     }
 
 
-def _quiet() -> bool:
-    return not sys.stderr.isatty()
-
-
 def report(found: Found, model: Any) -> str:
-    """The one screen: a line per block and variant, then the verdict in one sentence."""
-    table, layout = found.table, model.layout
-    new = select(table, split="confirmation")
+    """The one screen: a line per block and variant, then the verdict in one sentence.
+
+    As in the paper's tables, a block that no softmax layer follows has no line; of a large model only the blocks
+    that carry a mark have one. Their rows are in the table all the same.
+    """
+    new = select(found.table, split="confirmation")
     text = select(new, experiment="text")
-    lines = [f"{model.name}: {len(table)} cells, {len(layout.blocks)} blocks; confirmation split, n = pairs"]
-    lines.append(
+    blocks = model.layout.tabled
+    lines = [
+        f"{model.name}: {len(found.table)} cells; confirmation split",
         f"  {'variant':<10} {'block':<7} {'layers':<8} {'removed':>8} {'perplexity':>11} "
-        f"{'value/key swap':>15} {'transplant (final)':>22}  mark"
-    )
+        f"{'value/key swap':>15} {'transplant (final)':>22}  mark",
+    ]
     for verdict in found.verdict.variants:
         rows = select(new, variant=verdict.variant)
+        units = [(b.name, b.span) for b in blocks] + [("+".join(verdict.address.names), "")]
+        units = [(name, span) for i, (name, span) in enumerate(units) if i < len(blocks) or "+" in name]
+        if len(blocks) * len(found.verdict.variants) > SCREEN:
+            units = [(name, span) for name, span in units if _mark(name, verdict)]
         lines.append(_line(verdict.variant, "intact", "", rows, text))
-        units = [(b.name, b.span) for b in layout.blocks]
-        units += [(name, "") for name in ["+".join(verdict.address.names)] if "+" in name]
-        for name, span in units:
-            lines.append(_line(verdict.variant, name, span, rows, text, _mark(name, verdict)))
-    ties = [f"  {v.variant}: tied with {', '.join(v.ties)}" for v in found.verdict.variants if v.ties]
-    return "\n".join([*lines, *ties, "", sentence(found.verdict, model.name)])
+        lines += [_line(verdict.variant, name, span, rows, text, _mark(name, verdict)) for name, span in units]
+        lines += [f"  {verdict.variant:<10} tied with {', '.join(verdict.ties)}"] if verdict.ties else []
+    return "\n".join([*lines, "", sentence(found.verdict, model.name)])
 
 
 def sentence(verdict: Verdict, name: str) -> str:
     """The verdict in one sentence."""
     kind = f" (by {verdict.address_kind})" if verdict.address_kind else ""
     parts = [f"Encode {_held(verdict, 'encode')}", f"Address {_held(verdict, 'address')}{kind}"]
-    parts.append(f"readers {', '.join(verdict.readers) or 'none'}")
+    parts.append(f"readers {_held(verdict, 'readers')}")
     tail = f" - {verdict.reason}" if verdict.reason else ""
     return f"{verdict.status} in {name}: {', '.join(parts)}{tail}."
 
 
 def _held(verdict: Verdict, part: str) -> str:
-    """The blocks that hold a claim; where the variants disagree, on which of them."""
-    names = "+".join(getattr(verdict, part))
-    held = {v.variant: "+".join(getattr(v, part).names) for v in verdict.variants}
-    apart = {name: [v for v, other in held.items() if other == name] for name in held.values() if name and not names}
-    return names or ", ".join(f"{name} on {' and '.join(variants)}" for name, variants in apart.items()) or "none"
+    """What holds a claim; where the variants differ, on which of them."""
+    joint = ", " if part == "readers" else "+"
+    held: dict[str, list[str]] = {}
+    for v in verdict.variants:
+        held.setdefault(joint.join(getattr(v, part).names), []).append(v.variant)
+    if len(held) == 1:
+        return next(iter(held)) or "none"
+    return "; ".join(f"{names} on {' and '.join(on)}" for names, on in held.items() if names) or "none"
 
 
 def _mark(name: str, verdict: Any) -> str:

@@ -42,12 +42,12 @@ def find(
     """Find Encode, Address and readers, with controls; write the table, the verdict and the figures."""
     from encode_address import circuit as job
     from encode_address.figures import draw_all
-    from encode_address.models.loading import card, load, pick_device
+    from encode_address.models.loading import BUNDLED, card, load, pick_device
     from encode_address.processes import side_by_side
 
     chosen = variants.split(",") if variants else ["chat8"] if quick else list(job.VARIANTS)
     pairs = n if n is not None else job.QUICK_N if quick else job.N
-    if len(model) > 1 and pick_device(device).type == "cpu":
+    if len(model) > 1 and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu":
         options = {"variants": ",".join(chosen), "n": pairs, "seed": seed, "pool": pool, "text": text, "out": out}
         return side_by_side(model, {**options, "device": device, "dtype": dtype, "revision": revision})
     for name in model:

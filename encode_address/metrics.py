@@ -13,6 +13,7 @@ FACTORS = [
     "experiment", "variant", "split", "intervention", "mode", "block", "layers", "position", "donor", "swap",
     "reader", "path",
 ]  # fmt: skip
+ATTENDED = ["target", "host_index", "donor_index"]  # columns that name an entry of the dictionary
 MEASURES = [
     "accuracy", "choice_accuracy", "gap", "redirected", "kept", "carried", "host_value_of_key_A",
     "host_value_at_index_j", "donor_value", "host_answer_kept", "loss",
@@ -39,9 +40,7 @@ def attention(rows: pd.DataFrame, head: tuple[int, int], index: str) -> pd.Serie
     """
     column = f"attn.L{head[0]}H{head[1]}"
     values = [
-        float(masses[int(entry)])
-        if masses is not None and masses is not float("nan") and hasattr(masses, "__len__")
-        else float("nan")
+        float(masses[int(entry)]) if hasattr(masses, "__len__") else float("nan")
         for masses, entry in zip(rows[column], rows[index])
     ]
     return pd.Series(values, index=rows.index)
@@ -72,6 +71,12 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
             value = _measure(rows, measure)
             if value is not None and value.n:
                 out.append({**dict(zip(factors, setting)), "measure": measure, **value.as_dict()})
+        for head in heads(rows):
+            for index in ATTENDED:
+                if index in rows and rows[index].notna().any():
+                    value = estimate(attention(rows[rows[index].notna()], head, index), rows["pair"])
+                    name = f"attention of L{head[0]}H{head[1]} on {index.removesuffix('_index')}"
+                    out.append({**dict(zip(factors, setting)), "measure": name, **value.as_dict()})
     return pd.DataFrame(out)
 
 

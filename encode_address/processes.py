@@ -1,4 +1,4 @@
-"""Several models at once on the cores of one machine: one process each (nnsight runs one model per process)."""
+"""Several small models at once on the cores of one machine: one process each (nnsight runs one model per process)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def side_by_side(models: Sequence[str], options: Mapping[str, Any]) -> None:
     """
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
     waiting, code = list(models), 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     running: list[subprocess.Popen] = []
     try:
         while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
+            while waiting and len(running) < cores:
                 command = [sys.executable, "-m", "encode_address.cli", "find", "--model", waiting.pop(0), *given]
                 running.append(_start(command))
             first = running[0]

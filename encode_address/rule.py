@@ -6,16 +6,18 @@ bounds are those of 95 % intervals over prompt pairs (see `stats`).
 Task      The intact model answers: accuracy, lower bound >= .8.
 Encode    The block whose outputs at the swapped tokens carry both the value and the key swap (lower bounds
           >= .5) while every other block's upper bounds are <= .1.
-Address   The smallest set of blocks, grown greedily (singles, contiguous unions, best additions), whose
+Address   The smallest set of blocks, grown greedily (singles; then, size by size, contiguous unions and the best
+          smaller set with each block added), whose
           transplant at the final position
             - redirects the answer: lower bound >= .5 (below .9: partial);
             - more than every control: paired difference, lower bound >= .2 (identity and other-dictionary
-              donors must leave the answer; permuted and random donors and every other block must not redirect);
+              donors must leave the answer; permuted and random donors, every other block and, of a union, its
+              own members must not redirect);
             - makes a head of a later softmax layer attend more to the donor's entry than to the host's;
             - moves an address, not the answer: with dissociation donors, key + index outcomes exceed payload.
           A set is not grown from blocks that redirect already, so two blocks that each suffice are redundant,
           not an Address of two.
-Readers   Heads whose attention moves with the Address and whose removal costs >= 5 % of the logit gap (lower bound).
+Readers   (They may differ between variants.) Heads whose attention moves with the Address and whose removal costs >= 5 % of the logit gap (lower bound).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import pandas as pd
 
 from encode_address.metrics import accuracy, attention, gap, heads, select
 from encode_address.models.layout import Layout
-from encode_address.stats import Estimate, difference, estimate, per_pair
+from encode_address.stats import NOTHING, Estimate, difference, estimate, per_pair
 from encode_address.verdict import REDIRECT_LOW, AddressEvidence, Claim, VariantVerdict, Verdict
 
 TASK_LOW = 0.8
@@ -37,6 +39,8 @@ CONTROL_LOW = 0.2
 READER_LOSS = 0.05
 REMOVAL_DROP = 0.5
 OUTCOMES = ("host_value_of_key_A", "host_value_at_index_j", "donor_value", "host_answer_kept")
+NEEDED = ("experiment", "intervention", "position", "block", "donor", "swap", "reader", "mode", "redirected", "kept",
+          "carried", "correct", "margin", "host_index", "donor_index", *OUTCOMES)  # fmt: skip
 LEAVE_ANSWER, NO_REDIRECT = ("identity", "other-dictionary"), ("permuted", "random")
 
 
@@ -48,7 +52,7 @@ def address_evidence(rows: pd.DataFrame, layout: Layout, name: str) -> AddressEv
     redirected = per_pair(own, "redirected")
     redirect = estimate(own["redirected"], own["pair"])
     controls, problems = {}, []
-    if layout.block(name.split("+")[-1]).reader is None:
+    if not _has_reader(layout, name):
         problems.append("no softmax layer follows it")
     if not redirect.low >= REDIRECT_LOW:
         problems.append(f"redirects {redirect}")
@@ -56,8 +60,8 @@ def address_evidence(rows: pd.DataFrame, layout: Layout, name: str) -> AddressEv
         control = select(rows, block=name, donor=donor)
         moved = 1 - per_pair(control, "kept") if donor in LEAVE_ANSWER else per_pair(control, "redirected")
         controls[donor] = difference(redirected, moved)
-    for block in layout.blocks:
-        if block.name not in name.split("+"):
+    for block in layout.blocks:  # a union's own members too: it must do what none of them does
+        if block.name != name:
             other = select(rows, block=block.name, donor="same-dictionary")
             controls[block.name] = difference(redirected, per_pair(other, "redirected"))
     close = [f"{control} ({value})" for control, value in controls.items() if not value.low >= CONTROL_LOW]
@@ -91,53 +95,61 @@ def moved_heads(rows: pd.DataFrame, layers: Iterable[int]) -> dict[str, Estimate
 
 
 def next_sets(rows: pd.DataFrame, layout: Layout) -> list[str]:
-    """The sets of blocks whose transplant must be measured next, [] when the search is over.
+    """The sets of blocks whose same-dictionary transplant must be measured next, [] when the search is over.
 
-    `rows` are one variant's discovery rows. Nothing is grown once a set passes, or once a set redirects
-    without passing: a superset of blocks that redirect alone would redirect too, and hide that they do.
+    `rows` are one variant's discovery rows. Nothing is grown once a set redirects: its supersets would redirect
+    too, and hide that it does, whether or not it passes the rest.
     """
     for stage in _stages(rows, layout):
         missing = [name for name in stage if name not in _measured(rows)]
         if missing:
             return missing
-        if any(address_evidence(rows, layout, name).redirects for name in stage):
+        if redirecting(rows, layout, stage):
             return []
     return []
 
 
+def redirecting(rows: pd.DataFrame, layout: Layout, names: Iterable[str] | None = None) -> list[str]:
+    """Those of `names` (of all measured sets) that redirect and that a softmax layer follows, best first."""
+    order = [name for name in (_measured(rows) if names is None else names) if _has_reader(layout, name)]
+    values = {name: _redirect(rows, name) for name in order}
+    return [name for name in sorted(values, key=lambda n: (-values[n].value, n)) if values[name].low >= REDIRECT_LOW]
+
+
 def select_address(rows: pd.DataFrame, layout: Layout) -> list[AddressEvidence]:
-    """The sets of the smallest stage that redirect, best first; all measured singles when nothing does."""
-    singles: list[AddressEvidence] = []
-    for stage in _stages(rows, layout):
-        evidence = [address_evidence(rows, layout, name) for name in stage if name in _measured(rows)]
-        evidence.sort(key=lambda e: (e.passes, e.redirect.value), reverse=True)
-        singles = singles or evidence
-        if any(e.redirects for e in evidence):
-            return [e for e in evidence if e.redirects]
-    return singles
+    """The sets that redirect on the discovery split, passing ones first; the best single when none does."""
+    names = redirecting(rows, layout)
+    if not names:
+        singles = [b.name for b in layout.blocks if b.name in _measured(rows)]
+        names = sorted(singles, key=lambda name: -_redirect(rows, name).value)[:1]
+    return sorted((address_evidence(rows, layout, name) for name in names), key=lambda e: not e.passes)
 
 
 def _stages(rows: pd.DataFrame, layout: Layout) -> Iterable[list[str]]:
-    """Singles; contiguous unions of 2, 3, ...; then best additions to the best single, one block at a time."""
+    """Singles; then, size by size, the contiguous unions and the best smaller set with each block added."""
     names = [block.name for block in layout.blocks]
     candidates = [block.name for block in layout.tabled]
     yield names
+    smaller = candidates
     for size in range(2, len(candidates) + 1):
-        yield ["+".join(candidates[i : i + size]) for i in range(len(candidates) - size + 1)]
-    current = [max(candidates, key=lambda name: _redirect(rows, name))]
-    while len(current) < len(candidates) - 1:
-        additions = ["+".join(sorted([*current, c], key=names.index)) for c in candidates if c not in current]
-        yield additions
-        current = max(additions, key=lambda name: _redirect(rows, name)).split("+")
+        best = max(smaller, key=lambda name: _redirect(rows, name).value).split("+")
+        stage = ["+".join(candidates[i : i + size]) for i in range(len(candidates) - size + 1)]
+        stage += ["+".join(sorted([*best, c], key=names.index)) for c in candidates if c not in best]
+        smaller = list(dict.fromkeys(stage))
+        yield smaller
+
+
+def _has_reader(layout: Layout, name: str) -> bool:
+    return bool(layout.readers_after(layout.layers_of(name)))
 
 
 def _measured(rows: pd.DataFrame) -> set[str]:
     return set(select(rows, experiment="transplant", position="final", donor="same-dictionary")["block"])
 
 
-def _redirect(rows: pd.DataFrame, name: str) -> float:
+def _redirect(rows: pd.DataFrame, name: str) -> Estimate:
     own = select(rows, experiment="transplant", position="final", block=name, donor="same-dictionary")
-    return float(own["redirected"].astype(float).mean()) if len(own) else 0.0
+    return estimate(own["redirected"], own["pair"]) if len(own) else NOTHING
 
 
 def _kind(outcomes: dict[str, Estimate]) -> str:
@@ -154,12 +166,16 @@ def judge_task(rows: pd.DataFrame) -> Claim:
     evidence = (_evidence("task", "intact", "accuracy", value),)
     if value.low >= TASK_LOW:
         return Claim("found", (), "", evidence)
+    if value.value >= TASK_LOW:
+        return Claim("not found", (), f"n is too small to tell whether the model does the task: {value}", evidence)
     return Claim("not found", (), f"the intact model cannot do the task: accuracy {value}", evidence)
 
 
 def carried(rows: pd.DataFrame, block: str) -> dict[str, Estimate]:
     """The share of value and of key swaps that a block's outputs carry."""
     rows = select(rows, experiment="encode", block=block)
+    if rows.empty:
+        return {}
     return {swap: estimate(g["carried"], g["pair"]) for swap, g in rows.groupby("swap")}
 
 
@@ -183,34 +199,41 @@ def judge_encode(rows: pd.DataFrame, layout: Layout, chosen: str | None) -> Clai
     low = [f"{swap} swap {value}" for swap, value in values[chosen].items() if not value.low >= ENCODE_LOW]
     if low or len(values[chosen]) < 2:
         return Claim("not found", (), f"{chosen} does not carry it on new dictionaries: {', '.join(low)}", evidence)
-    others = [
-        f"{block} {swap} swap {value}"
+    others = {
+        f"{block} {swap} swap {value}": value.value
         for block, swaps in values.items()
         if block != chosen
         for swap, value in swaps.items()
         if not value.high <= ENCODE_OTHERS_HIGH
-    ]
+    }
+    if others and max(others.values()) <= ENCODE_OTHERS_HIGH:
+        few = next(iter(others))
+        return Claim(
+            "not found", (), f"{chosen} carries the swaps; n is too small to tell that {few} does not", evidence
+        )
     if others:
         return Claim("not found", (), f"{chosen} carries the swaps, but so do others: {', '.join(others)}", evidence)
     return Claim("found", (chosen,), "", evidence)
 
 
 def removal_only(rows: pd.DataFrame, layout: Layout, claimed: Sequence[str]) -> tuple[str, ...]:
-    """Blocks whose removal breaks the task (accuracy falls by >= .5) but that carry no claim."""
+    """Blocks whose removal breaks the task (accuracy falls by >= .5) but that carry neither swap and no claim."""
     intact = select(rows, experiment="baseline")
     out = []
     for block in layout.blocks:
         removed = select(rows, experiment="removal", block=block.name, mode="zero")
         if len(removed) and difference(per_pair(intact, "correct"), per_pair(removed, "correct")).low >= REMOVAL_DROP:
             out.append(block.name)
-    return tuple(name for name in out if name not in claimed)
+    carries = {name for name in out if any(e.low >= ENCODE_LOW for e in carried(rows, name).values())}
+    return tuple(name for name in out if name not in claimed and name not in carries)
 
 
 def gap_losses(rows: pd.DataFrame) -> dict[str, Estimate]:
     """Per head, the share of the intact logit gap that its removal costs."""
     intact = gap(select(rows, experiment="baseline"))
     out = {}
-    for name, removed in select(rows, experiment="readers").groupby("reader"):
+    removals = select(rows, experiment="readers")
+    for name, removed in removals.groupby("reader") if len(removals) else ():
         out[str(name)] = difference(intact / intact.mean(), gap(removed) / intact.mean(), unit=False)
     return dict(sorted(out.items(), key=lambda item: -item[1].value))
 
@@ -239,8 +262,9 @@ def judge_address(
     rows: pd.DataFrame, layout: Layout, chosen: Sequence[AddressEvidence]
 ) -> tuple[Claim, AddressEvidence | None, tuple[str, ...]]:
     """Judge the discovery split's choice on the confirmation split: the claim, its evidence, and ties."""
-    judged = [address_evidence(rows, layout, e.name) for e in chosen if e.name in _measured(rows)]
-    passing = [e for e, first in zip(judged, chosen) if e.passes and first.passes]
+    first = {e.name: e for e in chosen if e.name in _measured(rows)}
+    judged = [address_evidence(rows, layout, name) for name in first]
+    passing = [e for e in judged if e.passes and first[e.name].passes]
     passing.sort(key=lambda e: e.redirect.value, reverse=True)
     shown = passing or judged
     evidence = [_evidence("address", e.name, "redirected", e.redirect) for e in shown]
@@ -249,13 +273,11 @@ def judge_address(
         evidence += [_evidence("address", e.name, outcome, v) for outcome, v in e.outcomes.items()]
         evidence += [_evidence("address", e.name, f"{h} attention, donor - host", v) for h, v in e.moved.items()]
     if not passing:
-        redirecting = [e.name for e in judged if e.redirects]
-        if len(redirecting) > 1:
-            reason = f"{' and '.join(redirecting)} each redirect alone: the Address is redundant"
-        elif redirecting:
-            best = next(e for e in judged if e.redirects)
-            problems = best.problems or next(c.problems for c in chosen if c.name == best.name)
-            reason = f"{best.name}: {'; '.join(problems)}"
+        strong = [e for e in judged if e.redirects]
+        if len(strong) > 1 and not any("+" in e.name for e in strong):
+            reason = f"{' and '.join(e.name for e in strong)} each redirect alone: the Address is redundant"
+        elif strong:
+            reason = f"{strong[0].name}: {'; '.join(strong[0].problems or first[strong[0].name].problems)}"
         else:
             best = max(judged, key=lambda e: e.redirect.value, default=None)
             reason = f"no set of blocks redirects the answer (best: {best.name} {best.redirect})" if best else "none"
@@ -298,8 +320,12 @@ def judge_variant(rows: pd.DataFrame, layout: Layout, variant: str) -> VariantVe
 
 
 def judge(table: pd.DataFrame, layout: Layout, variants: Sequence[str]) -> Verdict:
-    """FOUND when Encode, Address and a reader hold on every variant, with the same blocks; else UNDECIDED."""
-    verdicts = tuple(judge_variant(table, layout, variant) for variant in variants)
+    """FOUND when Encode, Address and a reader hold on every variant, with the same blocks; else UNDECIDED.
+
+    Readers may differ between variants (the paper's do): `readers` lists those of any variant.
+    """
+    absent = {column: None for column in NEEDED if column not in table}
+    verdicts = tuple(judge_variant(table.assign(**absent), layout, variant) for variant in variants)
     common = {
         part: tuple(
             name

@@ -38,6 +38,9 @@ def draw_all(folder: Path) -> list[Path]:
     Raises EncodeAddressError when the table or the verdict cannot be read, or a figure cannot be written.
     """
     table, verdict = read(Path(folder))
+    for name in ("circuit", "attention_example"):  # an earlier run may have drawn variants that this table lacks
+        for stale in Path(folder, "figures").glob(f"{name}-*.p[nd][gf]"):
+            stale.unlink()
     return [path for figure in (circuit, attention_example) for path in figure.draw(table, verdict, Path(folder))]
 
 

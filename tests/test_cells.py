@@ -19,7 +19,7 @@ PROMPTS = [
     for choices in (0, 2)
 ]
 prompts = st.sampled_from(PROMPTS)
-layers = st.sampled_from([(), (0,), (0, 1), (2,), (0, 2), (EMBED,)])
+layers = st.sampled_from([(0,), (0, 1), (2,), (0, 2), (EMBED,)])
 watches = st.lists(st.tuples(st.sampled_from([1, 3]), st.integers(0, 1)), max_size=2, unique=True).map(tuple)
 outcomes = st.sampled_from([(), (("correct", 1),), (("correct", 1), ("swapped", 2)), (("correct", 2), ("kept", 1))])
 
@@ -55,7 +55,8 @@ def cells(draw):
         "labels": draw(st.dictionaries(st.sampled_from(["block", "pair"]), st.integers(0, 3))),
     }
     if draw(st.booleans()):
-        return Cell(draw(st.sampled_from(["none", "remove", "heads"])), host, **shared)
+        verb = draw(st.sampled_from(["none", "remove", "heads"]))
+        return Cell(verb, host, **shared | ({"layers": ()} if verb == "none" else {}))
     donor = draw(prompts.filter(lambda p: len(p) == len(host)))
     where = draw(st.lists(st.integers(0, len(host) - 1), min_size=1, max_size=3, unique=True).map(tuple))
     return Cell("transplant", host, donor=donor, where=where, source=where, **shared)
@@ -265,7 +266,15 @@ def test_the_context_changes_the_key(change):
 # -- cells --------------------------------------------------------------------------------------
 def test_a_cell_refuses_a_donor_of_another_length():
     with pytest.raises(TaskError, match=r"same number of tokens; these have \[4, 5\]"):
-        Cell("transplant", PROMPTS[0], donor=Prompt((1, 2, 3, 4, 5)), where=(0,), source=(0,))
+        Cell("transplant", PROMPTS[0], donor=Prompt((1, 2, 3, 4, 5)), layers=(0,), where=(0,), source=(0,))
+
+
+@pytest.mark.parametrize("wrong", [("bananas", (0,)), ("none", (0,)), ("remove", ())])
+def test_an_intervention_is_one_of_the_words_and_edits_some_layer(wrong):
+    """A misspelt verb would otherwise run as an intact model under its own label."""
+    verb, touched = wrong
+    with pytest.raises(RunError):
+        Cell(verb, PROMPTS[0], layers=touched)
 
 
 def test_columns_are_the_factors_and_win_over_labels():
@@ -277,6 +286,8 @@ def test_columns_are_the_factors_and_win_over_labels():
         "head": -1,
         "seed": 0,
         "path": "full",
+        "prompt": BASE.host.digest,
+        "donor_prompt": BASE.donor.digest,
     }
     assert dataclasses.replace(BASE, layers=(EMBED,)).columns()["layers"] == "embed"
     assert dataclasses.replace(BASE, labels={"mode": "x"}).columns()["mode"] == "outputs"
@@ -292,7 +303,7 @@ def test_columns_are_the_factors_and_win_over_labels():
         ({"where": (0, 2), "source": (0, 2)}, False),
         ({"donor": BASE.host, "mode": "random"}, False),
         ({"intervention": "remove", "donor": None, "where": (), "source": ()}, False),
-        ({"intervention": "none", "donor": None, "where": (), "source": ()}, True),
+        ({"intervention": "none", "layers": (), "donor": None, "where": (), "source": ()}, True),
     ],
 )
 def test_only_an_edit_that_writes_the_hosts_own_values_is_null(change, null):

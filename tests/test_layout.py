@@ -77,8 +77,6 @@ def test_consecutive_softmax_layers_have_no_block_between_them():
         (["full_attention"] * 3, "toy has no linear layers"),
         (["mamba"] * 3, "toy has no softmax layers"),
         (["mamba", "attention", "hyena"], "toy: layer 2 is of kind 'hyena'"),
-        ([], "toy: its config has no layer_types"),
-        (None, "toy: its config has no layer_types"),
     ],
 )
 def test_a_model_that_is_no_hybrid_is_refused_by_name(types, words):
@@ -86,9 +84,13 @@ def test_a_model_that_is_no_hybrid_is_refused_by_name(types, words):
         Layout.from_config({"layer_types": types}, "toy")
 
 
-def test_a_config_without_layer_types_is_refused():
-    with pytest.raises(ModelError, match="no layer_types"):
-        Layout.from_config(AutoConfig.for_model("gpt2"))
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [("gpt2", "no linear layers"), ("llama", "no linear layers"), ("mamba", "no softmax"), ("mamba2", "no softmax")],
+)
+def test_a_config_with_one_kind_of_layer_only_is_named_for_what_it_lacks(model_type, words):
+    with pytest.raises(ModelError, match=words):
+        Layout.from_config(AutoConfig.for_model(model_type))
 
 
 @given(layer_types, st.data())

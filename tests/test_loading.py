@@ -65,7 +65,13 @@ def test_a_folder_without_a_config_is_no_model(tmp_path):
     assert refusal(str(tmp_path)) == f"{tmp_path} is a folder without a config.json, so it is not a model"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mamba2"])
+@pytest.mark.parametrize(("model_type", "words"), [("llama", "no linear layers"), ("mamba2", "no softmax layers")])
+def test_a_model_with_one_kind_of_layer_is_no_hybrid(tmp_path, model_type, words):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    assert words in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize("model_type", ["jamba"])
 def test_an_unsupported_model_type_names_the_place_to_add_it(tmp_path, model_type):
     """The reader learns at once that it is the architecture, not the tokenizer (which this folder lacks as well)."""
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)

@@ -87,7 +87,7 @@ def test_the_summary_has_one_row_per_setting_and_measure(swaps):
     assert value["chat8", "choice_accuracy"] == 1.0
     assert got["n"].eq(2).all()
     assert ((got["low"] <= got["value"]) & (got["value"] <= got["high"])).all()
-    assert set(got["measure"]) == {"accuracy", "choice_accuracy", "gap"}
+    assert set(got["measure"]) == {"accuracy", "choice_accuracy", "gap", "attention of L3H1 on target"}
 
 
 def test_the_summary_counts_pairs_where_a_donor_has_several_seeds():
@@ -121,7 +121,7 @@ def test_experiments_with_different_columns_do_not_mix(swaps):
     got = summary(pd.concat([swaps, text, moved], ignore_index=True))
     measures = got.groupby("experiment")["measure"].agg(set).to_dict()
     assert measures == {
-        "baseline": {"accuracy", "choice_accuracy", "gap"},
+        "baseline": {"accuracy", "choice_accuracy", "gap", "attention of L3H1 on target"},
         "text": {"loss"},
         "transplant": {"redirected"},
     }

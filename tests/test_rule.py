@@ -165,30 +165,59 @@ def test_two_blocks_that_each_redirect_are_redundant_not_an_address() -> None:
 
 def test_a_union_is_grown_only_when_no_single_redirects() -> None:
     table = complete({"G1": 0.1, "G2": 0.2})
-    assert rule.next_sets(_discovery(table), LAYOUT) == ["G0+G1", "G1+G2", "G2+G3"]
-    table.transplant("G0+G1", 0.1).transplant("G1+G2", 0.97).transplant("G2+G3", 0.2)
+    assert rule.next_sets(_discovery(table), LAYOUT) == ["G0+G1", "G1+G2", "G2+G3", "G0+G2"]
+    table.transplant("G0+G1", 0.1).transplant("G1+G2", 0.97).transplant("G2+G3", 0.2).transplant("G0+G2", 0.2)
     assert rule.next_sets(_discovery(table), LAYOUT) == []
     verdict = judge(table)
     assert (verdict.status, verdict.address) == ("FOUND", ("G1", "G2"))
 
 
+def test_a_union_must_do_what_no_member_does() -> None:
+    """G2 nearly redirects alone; the union that adds G1 is no more than G2."""
+    table = complete({"G2": 0.62}).transplant("G0+G1", 0.0).transplant("G1+G2", 0.65).transplant("G2+G3", 0.3)
+    verdict = judge(table.transplant("G0+G2", 0.3))
+    assert (verdict.status, verdict.address) == ("UNDECIDED", ())
+    assert "G2 (" in verdict.reason
+
+
+def test_too_few_pairs_are_not_taken_for_a_finding() -> None:
+    rows = complete({"G2": 0.95}).frame()
+    few = rule.judge(rows[rows["pair"] < 10], LAYOUT, ["chat8"])
+    assert few.status == "UNDECIDED"
+    assert "n is too small to tell" in few.reason
+    more = rule.judge(rows[rows["pair"] < 20], LAYOUT, ["chat8"])
+    assert "n is too small to tell that" in more.reason
+
+
+def test_a_block_that_carries_one_swap_is_not_removal_only() -> None:
+    table = complete({"G2": 0.95}).removal("G0", 0.0)
+    rows = table.frame()
+    hit = (rows["experiment"] == "encode") & (rows["block"] == "G0") & (rows["swap"] == "value")
+    rows.loc[hit, "carried"] = rows.loc[hit, "pair"] < 0.3 * N
+    verdict = rule.judge(rows, LAYOUT, ["chat8"])
+    assert verdict.encode == ()
+    assert verdict.variants[0].removal_only == ()
+
+
+def test_an_empty_table_is_undecided_not_a_crash() -> None:
+    rows = Table().intact().frame()
+    verdict = rule.judge(rows, LAYOUT, ["chat8"])
+    assert verdict.status == "UNDECIDED"
+
+
 def test_ties_between_unions_are_all_reported() -> None:
     table = complete({"G1": 0.1, "G2": 0.2})
-    table.transplant("G0+G1", 0.1).transplant("G1+G2", 0.97).transplant("G2+G3", 0.92)
+    table.transplant("G0+G1", 0.1).transplant("G1+G2", 0.97).transplant("G2+G3", 0.92).transplant("G0+G2", 0.2)
     verdict = judge(table)
     assert verdict.address == ("G1", "G2")
     assert verdict.variants[0].ties == ("G2+G3",)
 
 
 def test_a_chain_is_found_by_the_best_additions() -> None:
-    """G1 and G3 together, though not contiguous: reached after every contiguous union failed."""
+    """G1 and G3 together, though not contiguous: the best single with each block added, before any larger union."""
     table = complete({"G1": 0.3, "G3": 0.1})
-    stages = [["G0+G1", "G1+G2", "G2+G3"], ["G0+G1+G2", "G1+G2+G3"], ["G0+G1+G2+G3"]]
-    for stage in stages:
-        assert rule.next_sets(_discovery(table), LAYOUT) == stage
-        for name in stage:
-            table.transplant(name, 0.3)
-    assert rule.next_sets(_discovery(table), LAYOUT) == ["G1+G3"]
+    assert rule.next_sets(_discovery(table), LAYOUT) == ["G0+G1", "G1+G2", "G2+G3", "G1+G3"]
+    table.transplant("G0+G1", 0.3).transplant("G1+G2", 0.3).transplant("G2+G3", 0.3)
     table.transplant("G1+G3", 0.96)
     assert rule.next_sets(_discovery(table), LAYOUT) == []
     assert judge(table).address == ("G1", "G3")

@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from encode_address.run.cells import Cell
 from encode_address.run.engine import Engine
-from encode_address.run.store import Store
 from encode_address.tasks import Swap
 from encode_address.tasks.text import Text
 
@@ -31,13 +30,12 @@ def swap_cell(intervention: str, swap: Swap, form: str, labels: Mapping[str, Any
     )
 
 
-def run_cells(
-    model: Any,
-    cells: Sequence[Cell],
-    text: Text | None = None,
-    store: Store | None = None,
-    what: str = "",
-) -> pd.DataFrame:
-    """Run cells and return their table; a progress bar is shown on a terminal."""
-    with tqdm(total=len(cells), desc=what, unit="cell", leave=False, disable=not (what and sys.stderr.isatty())) as bar:
-        return Engine(model, text, on_rows=bar.update).run(cells, store)
+def run_cells(model: Any, cells: Sequence[Cell], text: Text | None = None) -> pd.DataFrame:
+    """Run cells and return their table, with a progress bar on a terminal."""
+    with progress(model.name, cells) as bar:
+        return Engine(model, text, on_rows=bar.update).run(cells)
+
+
+def progress(what: str, cells: Sequence[Cell]) -> tqdm:
+    """A bar over cells that is seen on a terminal only and leaves nothing behind."""
+    return tqdm(total=len(cells), desc=what, unit="cell", leave=False, disable=not sys.stderr.isatty())

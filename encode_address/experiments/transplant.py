@@ -27,6 +27,7 @@ from encode_address.run.cells import FINAL, FULL, Cell
 from encode_address.tasks import Prompt, QuestionSwap, dictionary
 
 DONORS = ("same-dictionary", "identity", "other-dictionary", "permuted", "random", "dissociation")
+OTHER_VALUES = ("other-dictionary", "dissociation")  # column shared_values: 0 unless the pool is small
 RANDOM_SEEDS = 5
 
 
@@ -155,6 +156,7 @@ def _cell(
             "block": block,
             "donor": kind,
             "pair": item.pair,
+            "shared_values": len({*host.values} & {*donor.values}) if kind in OTHER_VALUES else None,
             "host_index": item.host_index,
             "donor_index": item.donor_index,
         },

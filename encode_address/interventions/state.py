@@ -25,7 +25,7 @@ def write_cache(cache, saved, rows):
     """Put copies of the `rows` (n,) of a saved cache back into `cache`, which then holds a batch of n."""
     for layer, tensors in zip(cache.layers, saved):
         for name, tensor in tensors.items():
-            chosen = tensor.index_select(0, rows)
+            chosen = tensor.index_select(0, rows.to(tensor.device))
             if name == "recurrent":
                 layer.recurrent_states[0] = chosen
             elif name == "conv":

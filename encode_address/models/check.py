@@ -48,9 +48,9 @@ def check(model: HybridModel, full: bool = True) -> Report:
     """Verify `model`; raise ModelError on the first failure of the cheap part, report the rest.
 
     Tolerances (float32): 1e-4 x max(1, standard deviation of the logits) between paths, 1e-5 for attention rows.
-    In a lower precision the differences are stated, not judged.
+    In a lower precision, and on a GPU (whose kernels for one token and for many differ), they are stated, not judged.
     """
-    exact = model.dtype == "float32"
+    exact = model.dtype == "float32" and model.device.type == "cpu"
     findings = [_kinds(model), _firing(model)]
     for finding in findings:
         if finding.ok is False:

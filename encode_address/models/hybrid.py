@@ -9,7 +9,9 @@ view of those names (`__reduce__`), so no tokenizer and no class of this package
 from __future__ import annotations
 
 import hashlib
+import json
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,16 +115,16 @@ class HybridModel:
 
     @property
     def slug(self) -> str:
-        """The model's folder name in results: "Qwen/Qwen3.5-9B" -> "Qwen--Qwen3.5-9B"."""
-        return (
-            self.name.rstrip("/").split("/")[-1] if self.name.startswith((".", "/")) else self.name.replace("/", "--")
-        )
+        """The model's folder name in results: a folder's basename, or "Qwen/Qwen3.5-9B" -> "Qwen--Qwen3.5-9B"."""
+        path = Path(self.name)
+        return path.resolve().name if path.is_dir() else self.name.replace("/", "--")
 
     @property
     def fingerprint(self) -> str:
         """A hash of the configuration and of every bit of the weights, taken once, when first asked for."""
         if self._fingerprint is None:
-            digest = hashlib.sha256(self.module.config.to_json_string(use_diff=False).encode())
+            config = {k: v for k, v in self.module.config.to_dict().items() if k != "_name_or_path"}
+            digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
             if self.remote:
                 digest.update(f"{self.name}@{self.revision}".encode())
             else:

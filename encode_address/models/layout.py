@@ -46,8 +46,9 @@ class Layout:
         """
         get = config.get if isinstance(config, dict) else lambda key: getattr(config, key, None)
         types = get("layer_types")
-        if not types:
-            raise ModelError(f"{name}: its config has no layer_types, so it is not a hybrid model")
+        if not types:  # one kind of layer only; which one, the config shows by having a state or not
+            recurrent = get("state_size") is not None or not get("num_attention_heads")
+            types = ["mamba" if recurrent else "attention"]
         kinds = []
         for index, kind in enumerate(types):
             if kind not in LINEAR | SOFTMAX:

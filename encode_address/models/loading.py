@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,25 @@ def load(
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
+    given = (device, dtype, revision, attn_implementation)
     device, torch_dtype = pick_device(device), _dtype(dtype)
     if isinstance(model, torch.nn.Module):
         if tokenizer is None:
             raise ModelError("a module needs its tokenizer: load(module, tokenizer=...)")
+        if any(option is not None for option in given):
+            raise ModelError("a module is taken as it is: set its device, dtype and attention before load(module)")
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
         config, folder, source, module = model.config, None, None, model.eval()
         if remote:
             raise ModelError("a module object is local; for remote=True give the hub name that the server knows")
     else:
         name = str(model)
-        folder = _bundled_folder(name)
-        source = str(folder or name)
+        folder = _bundled_folder(name) or (Path(name) if (Path(name) / "task.json").is_file() else None)
+        source = str(_bundled_folder(name) or name)
         config = _config(name, source, revision)
         module = None
-    family, layout = family_of(config, name), Layout.from_config(config.get_text_config(), name)
+    layout = Layout.from_config(config.get_text_config(), name)
+    family = family_of(config, name)
     if tokenizer is None:
         tokenizer = _tokenizer(name, source, revision)
     if remote:
@@ -139,7 +144,7 @@ def _tokenizer(name: str, source: str, revision: str | None) -> Any:
 
 
 def _weights(name: str, source: str, revision: str | None, attention: str, dtype: torch.dtype) -> Any:
-    if name in TRAINED:
+    if name in TRAINED or not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
         return AutoModelForCausalLM.from_pretrained(

@@ -46,6 +46,12 @@ class Cell:
     labels: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.intervention not in INTERVENTIONS:
+            raise RunError(f"unknown intervention {self.intervention!r}: use one of {', '.join(INTERVENTIONS)}")
+        if bool(self.layers) != (self.intervention != "none"):
+            raise RunError(
+                f"{self.intervention} with layers {self.layers or 'none'}: an edit needs layers, and none has none"
+            )
         if self.donor is not None:
             equal_length((self.host, self.donor))
         if self.path == FINAL:
@@ -73,6 +79,8 @@ class Cell:
             "head": self.head,
             "seed": self.seed,
             "path": self.path,
+            "prompt": self.host.digest,
+            "donor_prompt": self.donor.digest if self.donor else "",
         }
 
     @cached_property

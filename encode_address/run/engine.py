@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import nnsight
@@ -104,9 +105,10 @@ class Engine:
             "revision": model.revision or "",
             "dtype": model.dtype,
             "attn_implementation": model.attn_implementation,
-            "device": model.device.type,
+            "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
             "where": "local",
-            "text_source": f"{self.text.name}:{self.text.sha256}" if self.text else "",
+            "text_source": self.text.name if self.text else "",
+            "text_sha256": self.text.sha256 if self.text else "",
             "versions": " ".join(f"{name}={version}" for name, version in versions().items()),
         }
 
@@ -271,6 +273,7 @@ class Engine:
             if len(cell.outcomes) > 1:
                 row["margin"] = logits[0] - logits[1]
             if cell.outcomes and cell.host.choices:
+                row["chance"] = 1 / len(cell.host.choices)
                 among = logits[len(cell.outcomes) : len(cell.outcomes) + len(cell.host.choices)]
                 row["choice_correct"] = cell.host.choices[among.index(max(among))] == cell.outcomes[0][1]
             for layer, head in cell.watch:
@@ -308,15 +311,20 @@ def _threads(model: Any) -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
+    """Versions that a result depends on; optional kernels, which transformers uses when they are there, included."""
     from encode_address import __version__
 
+    kernels = {}
+    for package in ("flash-linear-attention", "causal-conv1d", "mamba-ssm"):
+        with suppress(PackageNotFoundError):
+            kernels[package] = version(package)
     return {
         "encode_address": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "nnsight": nnsight.__version__,
         "python": platform.python_version(),
+        **kernels,
     }
 
 

@@ -93,10 +93,12 @@ class Dictionary:
             )
         if pool not in lexicon.pools:
             raise NameNotFound(f"unknown pool {pool!r}: this model has {', '.join(lexicon.pools)}")
-        self.variant, self.tokenizer = variant, tokenizer
-        self.format, surface = match[1], match[3] or ""
+        self.variant, self.tokenizer, self.pool = variant, tokenizer, pool
+        self.format, self.surface = match[1], (match[3] or "").removeprefix("/")
         self.size = 8 if self.format == "long" else int(match[2])
-        self.wording = lexicon.wording({"perm": "chat", "long": "chat"}.get(self.format, self.format) + surface)
+        self.wording = lexicon.wording(
+            {"perm": "chat", "long": "chat"}.get(self.format, self.format) + (match[3] or "")
+        )
         self.filler = ""
         if self.format == "long":
             if text is None:
