@@ -164,10 +164,12 @@ def test_an_unsupported_model_type_is_refused_with_those_that_are():
         vocab_size=tiny.VOCAB_SIZE,
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
     )
+    refused(LlamaForCausalLM(config), "no linear layers: it is a pure transformer")
+    config.layer_types = ["linear_attention", "full_attention"]
     refused(LlamaForCausalLM(config), r"'llama' is not supported.*qwen3_next.*granitemoehybrid.*families\.py")
 
 

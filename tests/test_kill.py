@@ -19,6 +19,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from encode_address.run.store import Store
 from tests.test_cli import Commands, Done, commands, files, parts  # noqa: F401  (`commands` is a fixture)
 from tests.test_store import leftovers
 
@@ -183,6 +184,28 @@ def test_stopped_in_the_middle_of_a_trace(job, how):
     stopped_well(job, name, job.run(name, IN_A_TRACE.format(name=how.name)), how)
     assert len(parts(job.folder(name))) == keep
     job.finish(name)
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(KILL, marks=pytest.mark.full, id="kill"), pytest.param(INTERRUPT, id="interrupt")]
+)
+def test_stopping_several_models_stops_them_all(commands, tmp_path, how):  # noqa: F811
+    """Bundled models run side by side; no process of theirs may outlive the command (it would hold its lock)."""
+    folders = [tmp_path / name for name in ("tiny-gdn", "tiny-mamba2")]
+    given = [word for folder in folders for word in ("--model", folder.name)]
+    pid = commands.start("find", *given, "--quick", "--out", tmp_path)
+    until = time.monotonic() + 120
+    while not any(map(parts, folders)):
+        assert time.monotonic() < until, "no model had a part"
+        time.sleep(0.01)
+    os.kill(pid, how)
+    done = commands.wait(pid)
+    time.sleep(0.5)  # a killed process may take a moment to let go
+    for folder in folders:
+        with Store(folder):
+            pass
+    assert done.stderr.splitlines() == ([INTERRUPTED] if how == INTERRUPT else [])
+    assert (done.code, done.stdout) == (130 if how == INTERRUPT else -KILL, "")
 
 
 @pytest.mark.full

@@ -77,6 +77,8 @@ def test_consecutive_softmax_layers_have_no_block_between_them():
         (["full_attention"] * 3, "toy has no linear layers"),
         (["mamba"] * 3, "toy has no softmax layers"),
         (["mamba", "attention", "hyena"], "toy: layer 2 is of kind 'hyena'"),
+        ([], "toy: its config has no layer_types"),
+        (None, "toy: its config has no layer_types"),
     ],
 )
 def test_a_model_that_is_no_hybrid_is_refused_by_name(types, words):

@@ -46,9 +46,11 @@ class Layout:
         """
         get = config.get if isinstance(config, dict) else lambda key: getattr(config, key, None)
         types = get("layer_types")
-        if not types:  # one kind of layer only; which one, the config shows by having a state or not
-            recurrent = get("state_size") is not None or not get("num_attention_heads")
-            types = ["mamba" if recurrent else "attention"]
+        if not types:  # one kind of layer only: it has a recurrent state, or attention heads
+            kind = "mamba" if get("state_size") is not None else "attention" if get("num_attention_heads") else None
+            if kind is None:
+                raise ModelError(f"{name}: its config has no layer_types, so it is not a hybrid model")
+            types = [kind]
         kinds = []
         for index, kind in enumerate(types):
             if kind not in LINEAR | SOFTMAX:
