@@ -45,7 +45,7 @@ def find(
     from encode_address.models.loading import BUNDLED, card, load, pick_device
     from encode_address.processes import side_by_side
 
-    chosen = variants.split(",") if variants else ["chat8"] if quick else list(job.VARIANTS)
+    chosen = variants.split(",") if variants is not None else ["chat8"] if quick else list(job.VARIANTS)
     pairs = n if n is not None else job.QUICK_N if quick else job.N
     if len(model) > 1 and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu":
         options = {"variants": ",".join(chosen), "n": pairs, "seed": seed, "pool": pool, "text": text, "out": out}
@@ -57,8 +57,8 @@ def find(
         typer.echo(job.report(found, loaded))
         for line in card(loaded).get("imposed", []):
             typer.echo(f"  imposed in training: {line}")
-        pictures = ", ".join(str(path) for path in drawn if path.suffix == ".png")
-        typer.echo(f"  results in {found.folder}; figures: {pictures or 'none'}\n")
+        pictures = sum(path.suffix == ".png" for path in drawn)
+        typer.echo(f"  results in {found.folder}, {pictures} figures in {found.folder / 'figures'}\n")
 
 
 @app.command()
@@ -92,6 +92,8 @@ def main() -> None:
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"] or ["--help"]
     try:
         code = app(arguments, standalone_mode=False)
+        if code == 130:  # what newer versions of typer make of Ctrl-C
+            raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted; what was finished is kept, and the same command continues", debug, 130)

@@ -23,19 +23,28 @@ def side_by_side(models: Sequence[str], options: Mapping[str, Any]) -> None:
     and makes this command exit with that code once the others have finished. Ctrl-C ends them all.
     """
     given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    given += ["--debug"] if "--debug" in sys.argv else []
     waiting, code = list(models), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     running: list[subprocess.Popen] = []
+    said = {"", None}
     try:
         while waiting or running:
             while waiting and len(running) < cores:
                 command = [sys.executable, "-m", "encode_address.cli", "find", "--model", waiting.pop(0), *given]
                 running.append(_start(command))
             first = running[0]
-            screen, _ = first.communicate()
+            screen, complaint = first.communicate()
             running.pop(0)
             typer.echo(screen, nl=False)
-            code = code or first.returncode
+            if first.returncode < 0:
+                complaint = (
+                    f"error: the process of {first.args[5]} was ended by signal {-first.returncode}; run again\n"
+                )
+            if complaint not in said:  # what is wrong with an option is wrong for every model
+                typer.echo(complaint, err=True, nl=False)
+                said.add(complaint)
+            code = code or (first.returncode if first.returncode >= 0 else 2)
     except KeyboardInterrupt:
         for process in running:
             process.kill()  # what it finished is kept
@@ -51,6 +60,7 @@ def _start(command: list[str]) -> subprocess.Popen:
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=die_with_parent
-    )
+    # On a terminal the processes draw their progress bars themselves.
+    complaints = None if sys.stderr.isatty() else subprocess.PIPE
+    options = {"text": True, "start_new_session": True, "preexec_fn": die_with_parent}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, **options)

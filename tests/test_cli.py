@@ -315,7 +315,8 @@ def test_find_prints_one_screen_and_nothing_else(found):
     assert found.done.stderr == ""
     assert len(found.done.stdout.splitlines()) <= SCREEN
     assert " in tiny-mamba2: Encode " in found.done.stdout
-    assert f"results in {found.folder}; figures: {found.folder}/figures/" in found.done.stdout
+    assert f"results in {found.folder}, " in found.done.stdout
+    assert f"figures in {found.folder}/figures" in found.done.stdout
 
 
 def test_find_writes_the_table_the_verdict_and_the_figures(found):

@@ -110,6 +110,11 @@ def _firing(model: HybridModel) -> Finding:
             output = mixer_output(layers[i].mixer)
             output[i] += (noise * (1 + output.float().std().cpu())).to(output)
         logits = tracer.result.logits[:, -1].float().save()
+    if not bool(torch.isfinite(logits[-1]).all()):
+        seen = (
+            f"the intact model's logits hold NaN or infinity in {model.dtype}: damaged weights, or try --dtype float32"
+        )
+        return Finding(name, False, seen)
     for i in range(count):
         if got[i] != kinds[i]:
             return Finding(name, False, f"L{i}: the mixer returned a {got[i]}, the family record says {kinds[i]}")

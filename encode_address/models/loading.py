@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.utils import logging as hub_logging
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -150,7 +151,7 @@ def _weights(name: str, source: str, revision: str | None, attention: str, dtype
         return AutoModelForCausalLM.from_pretrained(
             source, revision=revision, dtype=dtype, attn_implementation=attention
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{name}: its weights cannot be loaded: {_first(error)}") from error
     finally:
         logging.enable_progress_bar()

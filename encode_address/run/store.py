@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class Store:
         except OSError as error:
             self._lock.close()
             raise StoreError(f"{self.folder} is in use by another run: wait for it, or choose another --out") from error
+        for temporary in (*self.folder.glob(".*.tmp"), *self.parts.glob(".*.tmp")):
+            temporary.unlink(missing_ok=True)  # what a killed run was writing; the lock says that none writes now
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -85,24 +87,23 @@ class Store:
         return self._rows
 
     def _write(self, path: Path, table: pa.Table) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            pq.write_table(table, temporary)
-            os.replace(temporary, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise StoreError(f"cannot write {path}: {error.strerror or error}; what was finished is kept") from error
+        _write_whole(path, lambda temporary: pq.write_table(table, temporary))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all. Raises StoreError."""
+    _write_whole(path, lambda temporary: temporary.write_text(text))
+
+
+def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write to a temporary name and rename; whatever happens, Ctrl-C included, no temporary file is left."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
+        write(temporary)
         os.replace(temporary, path)
     except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}; what was finished is kept") from error
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise StoreError(f"cannot write {path}: {error.strerror or error}; what was finished is kept") from error

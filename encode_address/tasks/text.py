@@ -57,7 +57,8 @@ class Text:
 def text_source(name: str | None, bundled: bool) -> Text:
     """`name`: a local file, "wikitext-2-v1" (needs the `text` extra), or "bundled"; by default the bundled text for a
     bundled model and wikitext for any other. Raises TaskError when it cannot be had."""
-    name = name or ("bundled" if bundled else WIKITEXT)
+    if name is None:
+        name = "bundled" if bundled else WIKITEXT
     if name == "bundled":
         test, train = (BUNDLED_DIR / f"text-{part}.txt" for part in ("test", "train"))
         return Text("bundled", test.read_text(), train.read_text(), lines=True)
