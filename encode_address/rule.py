@@ -13,7 +13,8 @@ Address   The smallest set of blocks, grown greedily (singles; then, size by siz
             - more than every control: paired difference, lower bound >= .2 (identity and other-dictionary
               donors must leave the answer; permuted and random donors, every other block and, of a union, its
               own members must not redirect);
-            - makes a head of a later softmax layer attend more to the donor's entry than to the host's;
+            - makes a head of a later softmax layer attend more to the donor's entry than to the host's (and at
+              least .1 more than it did before);
             - moves an address, not the answer: with dissociation donors, key + index outcomes exceed payload.
           A set is not grown from blocks that redirect already, so two blocks that each suffice are redundant,
           not an Address of two.
@@ -36,6 +37,7 @@ TASK_LOW = 0.8
 ENCODE_LOW, ENCODE_OTHERS_HIGH = 0.5, 0.1
 REDIRECT_FULL = 0.9
 CONTROL_LOW = 0.2
+ATTENTION_MOVED = 0.1
 READER_LOSS = 0.05
 REMOVAL_DROP = 0.5
 OUTCOMES = ("host_value_of_key_A", "host_value_at_index_j", "donor_value", "host_answer_kept")
@@ -47,7 +49,8 @@ LEAVE_ANSWER, NO_REDIRECT = ("identity", "other-dictionary"), ("permuted", "rand
 # -- the Address ---------------------------------------------------------------
 def address_evidence(rows: pd.DataFrame, layout: Layout, name: str) -> AddressEvidence:
     """Judge one set of blocks ("G2", "G2+G3") on the transplant rows of one variant and split."""
-    rows = select(rows, experiment="transplant", intervention="transplant", position="final")
+    rows = select(rows, experiment="transplant", position="final")
+    intact, rows = select(rows, intervention="none"), select(rows, intervention="transplant")
     own = select(rows, block=name, donor="same-dictionary")
     redirected = per_pair(own, "redirected")
     redirect = estimate(own["redirected"], own["pair"])
@@ -67,7 +70,7 @@ def address_evidence(rows: pd.DataFrame, layout: Layout, name: str) -> AddressEv
     close = [f"{control} ({value})" for control, value in controls.items() if not value.low >= CONTROL_LOW]
     if close:
         problems.append(f"controls move as much: {', '.join(close)}")
-    moved = moved_heads(own, layout.readers_after(layout.layers_of(name)))
+    moved = moved_heads(own, intact, layout.readers_after(layout.layers_of(name)))
     if not moved:
         problems.append("no later softmax layer attends more to the donor's entry")
     dissociation = select(rows, block=name, donor="dissociation")
@@ -82,16 +85,28 @@ def address_evidence(rows: pd.DataFrame, layout: Layout, name: str) -> AddressEv
     return AddressEvidence(name, redirect, controls, moved, outcomes, kind, tuple(problems))
 
 
-def moved_heads(rows: pd.DataFrame, layers: Iterable[int]) -> dict[str, Estimate]:
-    """Heads of these layers that attend more to the donor's entry than to the host's: the paired difference."""
+def moved_heads(rows: pd.DataFrame, intact: pd.DataFrame, layers: Iterable[int]) -> dict[str, Estimate]:
+    """Heads of these layers that come to attend more to the donor's entry than to the host's.
+
+    The estimate is the paired difference donor's - host's after the transplant; it must exceed 0, and exceed the
+    intact host's own by >= .1: a head may prefer the donor's place in the dictionary whatever is asked.
+    """
     out = {}
     for head in heads(rows):
         if head[0] in set(layers):
-            shift = attention(rows, head, "donor_index") - attention(rows, head, "host_index")
-            value = difference(shift.groupby(rows["pair"]).mean(), 0 * per_pair(rows, "redirected"))
-            if value.low > 0:
+            after, before = _preference(rows, head), _preference(intact, head)
+            value = difference(after, 0 * after)
+            if value.low > 0 and difference(after, before).low >= ATTENTION_MOVED:
                 out[f"L{head[0]}H{head[1]}"] = value
     return out
+
+
+def _preference(rows: pd.DataFrame, head: tuple[int, int]) -> pd.Series:
+    """Per pair, a head's attention on the donor's entry minus that on the host's."""
+    if f"attn.L{head[0]}H{head[1]}" not in rows or rows.empty:
+        return pd.Series(dtype=float)
+    shift = attention(rows, head, "donor_index") - attention(rows, head, "host_index")
+    return shift.groupby(rows["pair"]).mean()
 
 
 def next_sets(rows: pd.DataFrame, layout: Layout) -> list[str]:

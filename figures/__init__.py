@@ -23,7 +23,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from encode_address import metrics
-from encode_address.errors import EncodeAddressError, StoreError
+from encode_address.errors import EncodeAddressError
+from encode_address.run.store import write_whole
 
 Draw = Callable[[pd.DataFrame, "dict[str, Any] | None", Path], "list[Path]"]
 
@@ -42,6 +43,20 @@ def draw_all(folder: Path) -> list[Path]:
         for stale in Path(folder, "figures").glob(f"{name}-*.p[nd][gf]"):
             stale.unlink()
     return [path for figure in (circuit, attention_example) for path in figure.draw(table, verdict, Path(folder))]
+
+
+def draw_each(
+    name: str, make: Callable[..., Figure | None], table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path
+) -> list[Path]:
+    """Write the figure that `make(rows, verdict, variant)` gives for each variant; it gives None where rows are missing."""
+    paths: list[Path] = []
+    table = shown(table)
+    for variant in variants(table):
+        with style():
+            figure = make(metrics.select(table, variant=variant), verdict_of(verdict, variant), variant)
+            if figure is not None:
+                paths += write(figure, folder, name, variant)
+    return paths
 
 
 def read(folder: Path) -> tuple[pd.DataFrame, dict[str, Any] | None]:
@@ -130,11 +145,7 @@ def write(figure: Figure, folder: Path, name: str, variant: str) -> list[Path]:
         path = folder / "figures" / f"{name}-{variant.replace('/', '-')}.{kind}"
         content = io.BytesIO()
         figure.savefig(content, format=kind, metadata=undated)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.getvalue())
-        except OSError as error:
-            raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        write_whole(path, lambda temporary, content=content: temporary.write_bytes(content.getvalue()))
         paths.append(path)
     return paths
 

@@ -19,15 +19,7 @@ from encode_address import figures, metrics
 
 def draw(table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path) -> list[Path]:
     """Write one figure per variant with an Address block and the rows of its transplant; returns the files."""
-    paths: list[Path] = []
-    table = figures.shown(table)
-    for variant in figures.variants(table):
-        rows, view = metrics.select(table, variant=variant), figures.verdict_of(verdict, variant)
-        with figures.style():
-            figure = _figure(rows, view, variant)
-            if figure is not None:
-                paths += figures.write(figure, folder, "attention_example", variant)
-    return paths
+    return figures.draw_each("attention_example", _figure, table, verdict, folder)
 
 
 def _figure(rows: pd.DataFrame, view: dict[str, Any], variant: str):

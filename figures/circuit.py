@@ -48,15 +48,7 @@ class Series:
 
 def draw(table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path) -> list[Path]:
     """Write one figure per variant that has removal and transplant rows; returns the files."""
-    paths: list[Path] = []
-    table = figures.shown(table)
-    for variant in figures.variants(table):
-        rows, view = metrics.select(table, variant=variant), figures.verdict_of(verdict, variant)
-        with figures.style():
-            figure = _figure(rows, view, variant)
-            if figure is not None:
-                paths += figures.write(figure, folder, "circuit", variant)
-    return paths
+    return figures.draw_each("circuit", _figure, table, verdict, folder)
 
 
 def _figure(rows: pd.DataFrame, view: dict[str, Any], variant: str):

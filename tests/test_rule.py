@@ -35,6 +35,13 @@ class Table:
             self.add(accuracy, "correct", {"margin": 10.0}, experiment="baseline", form=form)
         return self
 
+    def hosts(self, preference: float = -1.0) -> Table:
+        """The unpatched hosts; `preference` is their head's attention on the donor's entry minus that on their own."""
+        masses = [(1 + preference) / 2, (1 - preference) / 2, 0.0]
+        shared = {"experiment": "transplant", "intervention": "none", "position": "final"}
+        shared |= {"host_index": 1, "donor_index": 0, f"attn.{HEAD}": masses}
+        return self.add(1.0, "kept", {"redirected": False}, **shared)
+
     def removal(self, block: str, accuracy: float) -> Table:
         return self.add(accuracy, "correct", {"margin": 0.0}, experiment="removal", block=block, mode="zero")
 
@@ -82,7 +89,7 @@ class Table:
 
 def complete(redirects: dict[str, float], variant: str = "chat8", encode: str = "G0", **kwargs) -> Table:
     """A table in which the singles redirect as said (others not at all), Encode is clean and one head reads."""
-    table = Table(variant).intact().encode({encode: 1.0} if encode else {}).readers({HEAD: 0.4, "L7H1": 0.0})
+    table = Table(variant).intact().hosts().encode({encode: 1.0} if encode else {}).readers({HEAD: 0.4, "L7H1": 0.0})
     for block in BLOCKS:
         table.transplant(block, redirects.get(block, 0.0), **(kwargs if block in redirects else {}))
     return table
@@ -241,6 +248,17 @@ def test_attention_moved_but_the_answer_did_not() -> None:
     assert verdict.variants[0].attention_only == ("G2",)
 
 
+def test_a_head_that_always_preferred_the_donors_place_has_not_moved() -> None:
+    """Some heads attend by place: more to the donor's index than to the host's whatever is asked."""
+    rows = complete({"G2": 0.95}).frame()
+    hosts = rows["intervention"] == "none"
+    biased = Table().hosts(preference=0.88).frame()[f"attn.{HEAD}"].iloc[0]
+    rows.loc[hosts, f"attn.{HEAD}"] = pd.Series([biased] * hosts.sum(), index=rows.index[hosts])
+    verdict = rule.judge(rows, LAYOUT, ["chat8"])
+    assert verdict.status == "UNDECIDED"
+    assert "attends more to the donor's entry" in verdict.reason
+
+
 def test_an_answer_that_moves_without_attention_is_no_address() -> None:
     verdict = judge(complete({"G2": 0.95}, attention=0.2))
     assert verdict.status == "UNDECIDED"
@@ -280,7 +298,7 @@ def test_a_block_that_only_passes_removal_is_reported_as_such() -> None:
 
 
 def test_a_head_that_moves_but_costs_nothing_is_no_reader() -> None:
-    table = Table().intact().encode({"G0": 1.0}).readers({HEAD: 0.01})
+    table = Table().intact().hosts().encode({"G0": 1.0}).readers({HEAD: 0.01})
     for block in BLOCKS:
         table.transplant(block, 0.95 if block == "G2" else 0.0)
     verdict = judge(table)

@@ -87,16 +87,19 @@ class Store:
         return self._rows
 
     def _write(self, path: Path, table: pa.Table) -> None:
-        _write_whole(path, lambda temporary: pq.write_table(table, temporary))
+        write_whole(path, lambda temporary: pq.write_table(table, temporary))
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all. Raises StoreError."""
-    _write_whole(path, lambda temporary: temporary.write_text(text))
+    write_whole(path, lambda temporary: temporary.write_text(text))
 
 
-def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write to a temporary name and rename; whatever happens, Ctrl-C included, no temporary file is left."""
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a temporary file, and rename it; whatever happens, Ctrl-C included, no temporary file is left.
+
+    Raises StoreError.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
