@@ -120,16 +120,17 @@ class _Job:
     def variant(self, variant: str, task: Dictionary, n: int, seed: int) -> None:
         """Both splits of one variant. The confirmation dictionaries are drawn first: they are the paper's."""
         used: dict[str, set] = {"swaps": set(), "questions": set(), "value": set(), "key": set()}
-        self.about = {"surface": task.surface or "restate", "pool": task.pool}
+        about = {"variant": variant, "surface": task.surface or "restate", "pool": task.pool}
         new = _items(task, n, seed, used)
         fewer = min(n, max(DISCOVERY_LEAST, round(DISCOVERY_SHARE * n)))
         old = _items(task, fewer, seed + DISCOVERY_SEED, used)
-        watch, chosen, sets = self._discover(variant, old)
-        self._confirm(variant, new, watch, chosen, sets)
+        first = {**about, "split": "discovery", "dictionary_seed": seed + DISCOVERY_SEED}
+        watch, chosen, sets = self._discover(f"{variant} discovery", first, old)
+        then = {**about, "split": "confirmation", "dictionary_seed": seed}
+        self._confirm(f"{variant} confirmation", then, new, watch, chosen, sets)
 
-    def _discover(self, variant: str, items: dict[str, list]) -> tuple[list, list, list[str]]:
+    def _discover(self, what: str, labels: dict, items: dict[str, list]) -> tuple[list, list, list[str]]:
         """Select heads and sets of blocks: (heads to watch, causal heads, sets that the confirmation must test)."""
-        labels, what = {"variant": variant, "split": "discovery", **self.about}, f"{variant} discovery"
         intact = self.run(what, baseline.cells(items["swaps"], readers.all_heads(self.model), labels))
         watch = sorted({*readers.candidates(intact), *readers.top_per_layer(intact)})
         causal = self.run(what, readers.cells(items["swaps"], readers.candidates(intact), labels))
@@ -144,9 +145,10 @@ class _Job:
         chosen = [head for head in heads(intact) if f"L{head[0]}H{head[1]}" in names]
         return watch, chosen, [e.name for e in rule.select_address(moved, self.model.layout)]
 
-    def _confirm(self, variant: str, items: dict[str, list], watch: list, chosen: list, sets: list[str]) -> None:
+    def _confirm(
+        self, what: str, labels: dict, items: dict[str, list], watch: list, chosen: list, sets: list[str]
+    ) -> None:
         """Measure on new dictionaries: every block and layer, and what discovery selected."""
-        labels, what = {"variant": variant, "split": "confirmation", **self.about}, f"{variant} confirmation"
         swaps, questions = items["swaps"], items["questions"]
         self.run(what, baseline.cells(swaps, watch, labels))
         for mode in ("zero", "mean"):
