@@ -113,7 +113,7 @@ class _Job:
 
     def text(self) -> None:
         """The loss on text, intact and without each block or layer."""
-        chunks = self.source.chunks(self.model.tokenizer, "test", n=64 if self.source.lines else 16)
+        chunks = self.source.chunks(self.model.tokenizer, "test", n=self.source.count)
         units = self.blocks + removal.single_layers(self.model.layout)
         self.run("text", removal.text_cells(chunks, units, {"split": "confirmation"}))
 
@@ -132,8 +132,9 @@ class _Job:
     def _discover(self, what: str, labels: dict, items: dict[str, list]) -> tuple[list, list, list[str]]:
         """Select heads and sets of blocks: (heads to watch, causal heads, sets that the confirmation must test)."""
         intact = self.run(what, baseline.cells(items["swaps"], readers.all_heads(self.model), labels))
-        watch = sorted({*readers.candidates(intact), *readers.top_per_layer(intact)})
-        causal = self.run(what, readers.cells(items["swaps"], readers.candidates(intact), labels))
+        candidates = readers.candidates(intact)
+        watch = sorted({*candidates, *readers.top_per_layer(intact)})
+        causal = self.run(what, readers.cells(items["swaps"], candidates, labels))
         self.run(what, encode.cells(items["value"] + items["key"], self.blocks, labels))
         moved = self.run(what, transplant.host_cells(items["questions"], watch=watch, labels=labels))
         first, *controls = transplant.DONORS

@@ -73,8 +73,9 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
                 out.append({**dict(zip(factors, setting)), "measure": measure, **value.as_dict()})
         for head in heads(rows):
             for index in ATTENDED:
-                if index in rows and rows[index].notna().any():
-                    value = estimate(attention(rows[rows[index].notna()], head, index), rows["pair"])
+                known = rows[rows[index].notna()] if index in rows else rows.iloc[:0]
+                if len(known):
+                    value = estimate(attention(known, head, index), known["pair"])
                     name = f"attention of L{head[0]}H{head[1]} on {index.removesuffix('_index')}"
                     out.append({**dict(zip(factors, setting)), "measure": name, **value.as_dict()})
     return pd.DataFrame(out)

@@ -7,8 +7,7 @@ Task      The intact model answers: accuracy, lower bound >= .8.
 Encode    The block whose outputs at the swapped tokens carry both the value and the key swap (lower bounds
           >= .5) while every other block's upper bounds are <= .1.
 Address   The smallest set of blocks, grown greedily (singles; then, size by size, contiguous unions and the best
-          smaller set with each block added), whose
-          transplant at the final position
+          smaller set with each block added), whose transplant at the final position
             - redirects the answer: lower bound >= .5 (below .9: partial);
             - more than every control: paired difference, lower bound >= .2 (identity and other-dictionary
               donors must leave the answer; permuted and random donors, every other block and, of a union, its
@@ -18,7 +17,8 @@ Address   The smallest set of blocks, grown greedily (singles; then, size by siz
             - moves an address, not the answer: with dissociation donors, key + index outcomes exceed payload.
           A set is not grown from blocks that redirect already, so two blocks that each suffice are redundant,
           not an Address of two.
-Readers   (They may differ between variants.) Heads whose attention moves with the Address and whose removal costs >= 5 % of the logit gap (lower bound).
+Readers   Heads whose attention moves with the Address and whose removal costs >= 5 % of the logit gap (lower
+          bound). They may differ between variants.
 """
 
 from __future__ import annotations
@@ -341,14 +341,10 @@ def judge(table: pd.DataFrame, layout: Layout, variants: Sequence[str]) -> Verdi
     """
     absent = {column: None for column in NEEDED if column not in table}
     verdicts = tuple(judge_variant(table.assign(**absent), layout, variant) for variant in variants)
-    common = {
-        part: tuple(
-            name
-            for name in getattr(verdicts[0], part).names
-            if all(getattr(v, part).names == getattr(verdicts[0], part).names for v in verdicts)
-        )
-        for part in ("encode", "address")
-    }
+    common = {}
+    for part in ("encode", "address"):
+        held = {getattr(v, part).names for v in verdicts}
+        common[part] = held.pop() if len(held) == 1 else ()
     readers = tuple(dict.fromkeys(name for v in verdicts for name in v.readers.names))
     kinds = sorted({v.address_kind for v in verdicts if v.address_kind})
     kind = kinds[0] if len(kinds) == 1 else "mixed" if kinds else ""

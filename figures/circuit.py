@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from encode_address import figures, metrics
+from encode_address.models.layout import runs
 from encode_address.stats import NOTHING, Estimate, estimate, per_pair
 
 # Donors that carry no other address: these markers belong at zero.
@@ -211,7 +212,7 @@ def _landmarks(top: Any, bottom: Any, slots: list[Slot], view: dict[str, Any]) -
     place = {slot.name: slot.x for slot in blocks}
     roles, readers = [], []
     for role, colour in figures.BANDS.items():
-        for run in _runs(sorted(place[name] for name in view.get(role.lower()) or [] if name in place)):
+        for run in runs(sorted(place[name] for name in view.get(role.lower()) or [] if name in place)):
             roles.append(((run[0] + run[-1]) / 2, role))
             for axes in (top, bottom):
                 axes.axvspan(run[0] - 0.5, run[-1] + 0.5, color=colour, linewidth=0, zorder=0)
@@ -248,16 +249,6 @@ def _legend(axes: Any, handles: list[Any], above: float, left: float = 0, **kwar
         handles=handles, loc="lower left", bbox_to_anchor=(0, 1), bbox_transform=axes.transAxes + shift,
         ncols=len(handles), **kwargs,
     )  # fmt: skip
-
-
-def _runs(xs: list[float]) -> list[list[float]]:
-    runs: list[list[float]] = []
-    for x in xs:
-        if runs and x == runs[-1][-1] + 1:
-            runs[-1].append(x)
-        else:
-            runs.append([x])
-    return runs
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def _view(lm: Any, facts: dict[str, Any]) -> types.SimpleNamespace:
         layers = []
         for name in names.split("+"):
             layers += [int(name[1:])] if name[0] == "L" else blocks[name].layers
-        return [lm.layers[i].mixer for i in sorted(layers)]
+        return [lm.layers[i].mixer for i in sorted(set(layers))]
 
     def trace(*inputs, **kwargs):
         kwargs.setdefault("use_cache", False)

@@ -7,6 +7,7 @@ is its *reader* layer. Linear layers after the last softmax layer form a last bl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,13 +103,18 @@ class Layout:
 
 def layer_span(layers: tuple[int, ...]) -> str:
     """Layer indices as short text: (4, 5, 6) -> "4-6", (2, 4, 5) -> "2,4-5"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs(layers))
+
+
+def runs(numbers: Iterable[float]) -> list[list[float]]:
+    """Maximal runs of numbers that follow one another by 1: (2, 4, 5) -> [[2], [4, 5]]."""
+    out: list[list[float]] = []
+    for number in numbers:
+        if out and number == out[-1][-1] + 1:
+            out[-1].append(number)
         else:
-            runs.append([layer])
-    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+            out.append([number])
+    return out
 
 
 def _blocks(kinds: list[str]) -> tuple[Block, ...]:

@@ -12,7 +12,7 @@ from encode_address.interventions import entry_attention, remove, remove_head, t
 def apply_edits(layers, embed, edits, watch, entries):
     """Apply edits in the order of execution and read watched attention on the way.
 
-    `edits` maps a layer (-1: the embeddings) to (read, write, landed, arguments); `watch` maps a softmax layer to
+    `edits` maps a layer (-1: the embeddings) to (read, write, stands, arguments); `watch` maps a softmax layer to
     its attention call's name. Returns the attention per watched layer and, per edit, whether what was written
     stands in the model and the largest change that made: both are read back, not taken from the writer.
     """

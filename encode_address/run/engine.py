@@ -248,7 +248,7 @@ class Engine:
                 raise RunError("mean removal needs a text: pass --text")
             sums: dict[int, torch.Tensor] = {}
             count = 0
-            chunks = self.text.chunks(self.model.tokenizer, "train", n=64 if self.text.lines else 16)
+            chunks = self.text.chunks(self.model.tokenizer, "train", n=self.text.count)
             size = max(1, self.batch_tokens // len(chunks[0]))
             for start in range(0, len(chunks), size):
                 ids = _ids(chunks[start : start + size])

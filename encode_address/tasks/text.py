@@ -30,6 +30,11 @@ class Text:
     def sha256(self) -> str:
         return hashlib.sha256((self.test + "\0" + self.train).encode()).hexdigest()[:16]
 
+    @property
+    def count(self) -> int:
+        """How many chunks an experiment uses: the paper's 16 of 512 tokens; of short lines, 64."""
+        return 64 if self.lines else 16
+
     def chunks(self, tokenizer: Any, part: str = "test", n: int = 16) -> list[Prompt]:
         """The first `n` chunks (of a line-wise text: lines) as prompts of equal length."""
         source = {"test": self.test, "train": self.train}[part]
