@@ -17,13 +17,15 @@ import pandas as pd
 from encode_address import rule
 from encode_address.errors import TaskError
 from encode_address.experiments import baseline, encode, readers, removal, transplant
-from encode_address.experiments.base import progress
+from encode_address.experiments.base import Heads, progress
 from encode_address.experiments.removal import Unit
 from encode_address.metrics import accuracy, heads, perplexity, select, summary
+from encode_address.models.check import path_gap
 from encode_address.models.loading import card
 from encode_address.run.cells import Cell
-from encode_address.run.engine import Engine, versions
-from encode_address.run.store import Store
+from encode_address.run.engine import Engine, git_revision, threads, versions
+from encode_address.run.memory import peak_bytes
+from encode_address.run.store import Store, stored_keys
 from encode_address.stats import estimate
 from encode_address.tasks import Dictionary, Text, dictionary, text_source
 from encode_address.verdict import Verdict
@@ -34,6 +36,7 @@ QUICK_N = 60
 DISCOVERY_SEED = 10_000  # added to the seed: the confirmation split has the paper's own draws
 DISCOVERY_SHARE, DISCOVERY_LEAST = 0.6, 30  # selection needs fewer pairs than the report does
 EXAMPLES = 25
+GAP_PROMPTS = 8  # on which the one-token path is compared with the full forward
 SCREEN = 30  # lines of blocks, above which only marked ones are shown
 
 
@@ -54,21 +57,22 @@ def find(
     text: str | None = None,
     pool: str = "A",
     out: str | Path = "results",
+    *,
+    batch_tokens: int | None = None,
+    fresh: bool = False,
 ) -> Found:
     """Find the circuit of `model` and write DIR/<slug>/ (cells, summary, verdict, manifest).
 
     `n` pairs per variant on the confirmation split, and 0.6 n (at least 30) for discovery; `text` is the source of
-    perplexity and mean removal (see `tasks.text_source`).
-    An interrupted run continues where it was. Raises EncodeAddressError subclasses for anything a user can mend.
+    perplexity and mean removal (see `tasks.text_source`). `batch_tokens` bounds a trace (default: by free memory).
+    An interrupted run continues where it was; `fresh` forgets it. Raises EncodeAddressError subclasses for anything
+    a user can mend.
     """
-    if n < 2 or not variants:
-        raise TaskError("find needs at least one variant and n of 2 or more; claims need about 40 pairs")
-    source = text_source(text, bundled=model.folder is not None)
-    tasks = {variant: dictionary(model, variant, source, pool) for variant in variants}
+    source, tasks = _tasks(model, variants, n, text, pool)
     folder = Path(out) / model.slug
     started = time.monotonic()
-    with Store(folder) as store:
-        job = _Job(model, source, store)
+    with Store(folder, fresh=fresh) as store:
+        job = _Job(model, source, store, batch_tokens)
         job.text()
         for variant, task in tasks.items():
             job.variant(variant, task, n, seed)
@@ -80,24 +84,79 @@ def find(
             "manifest__json": {
                 "command": {"variants": list(variants), "n": n, "seed": seed, "pool": pool, "text": source.name},
                 **job.engine.facts(),
+                "git": git_revision(),
                 "rows": len(table),
-                "seconds_this_run": round(time.monotonic() - started, 1),
-                "tokens_forwarded_this_run": job.engine.tokens,
                 "dropped_words": {variant: list(task.dropped) for variant, task in tasks.items()},
+                "path_gap": path_gap(model, [item.host for item in tasks[variants[0]].questions(GAP_PROMPTS, seed)]),
+                "this_run": {"seconds": round(time.monotonic() - started, 1), **job.account()},
             },
         }
         store.finish(table, **files)
     return Found(verdict, table, folder)
 
 
-class _Job:
-    """Plans the cells of one model, runs them into one store, and remembers the tables."""
+def dry_run(
+    model: Any,
+    variants: Sequence[str] = VARIANTS,
+    n: int = N,
+    seed: int = 0,
+    text: str | None = None,
+    pool: str = "A",
+    out: str | Path = "results",
+    *,
+    batch_tokens: int | None = None,
+    fresh: bool = False,
+) -> str:
+    """What `find` with these arguments would still cost, as far as it does not depend on results; one line."""
+    source, tasks = _tasks(model, variants, n, text, pool)
+    job = _Job(model, source, None, batch_tokens)
+    cells = job.text_cells()
+    for variant, task in tasks.items():
+        new, old = _draw(variant, task, n, seed)
+        cells += job.discovery_cells(*old, readers.all_heads(model))
+        cells += job.confirmation_cells(*new, readers.first_heads(model), [], [])
+    lines = [
+        f"{model.name}: {job.engine.plan(cells)}",
+        "  the heads and the unions of blocks that discovery selects come on top",
+    ]
+    stored = 0 if fresh else len(stored_keys(Path(out) / model.slug))
+    if stored:
+        lines.append(f"  {stored:,} rows are stored; those that this command needs are not run again")
+    return "\n".join(lines)
 
-    def __init__(self, model: Any, text: Text, store: Store) -> None:
+
+def _tasks(
+    model: Any, variants: Sequence[str], n: int, text: str | None, pool: str
+) -> tuple[Text, dict[str, Dictionary]]:
+    if n < 2 or not variants:
+        raise TaskError("find needs at least one variant and n of 2 or more; claims need about 40 pairs")
+    source = text_source(text, bundled=model.folder is not None)
+    return source, {variant: dictionary(model, variant, source, pool) for variant in variants}
+
+
+class _Job:
+    """Runs the cells of one model into one store, and remembers the tables."""
+
+    def __init__(self, model: Any, text: Text, store: Store | None, batch_tokens: int | None = None) -> None:
         self.model, self.source, self.store = model, text, store
-        self.engine = Engine(model, text)
+        self.engine = Engine(model, text, batch_tokens)
         self.tables: list[pd.DataFrame] = []
+        self.seconds: dict[str, float] = {}
         self.blocks = removal.blocks(model.layout)
+
+    def account(self) -> dict[str, Any]:
+        """What this run took: wall time per stage, tokens against their floor, threads, memory."""
+        engine = self.engine
+        return {
+            "stages": {stage: round(seconds, 2) for stage, seconds in self.seconds.items()},
+            "threads": threads(self.model),
+            "batch_tokens": engine.limits.tokens,
+            "tokens_forwarded": engine.tokens,
+            "tokens_planned": engine.planned,
+            "floor": engine.floor,
+            "traces": engine.traces,
+            "peak_rss_mb": round(peak_bytes() / 1e6),
+        }
 
     def table(self) -> pd.DataFrame:
         """All rows so far."""
@@ -105,37 +164,43 @@ class _Job:
 
     def run(self, what: str, cells: Sequence[Cell]) -> pd.DataFrame:
         """Run cells under a progress bar (on a terminal only); their rows join the table."""
+        started = time.monotonic()
         with progress(f"{self.model.name} {what}", cells) as bar:
             self.engine.on_rows = bar.update
             rows = self.engine.run(cells, self.store)
         self.tables.append(rows)
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - started
         return rows
 
     def text(self) -> None:
         """The loss on text, intact and without each block or layer."""
+        self.run("text", self.text_cells())
+
+    def text_cells(self) -> list[Cell]:
         chunks = self.source.chunks(self.model.tokenizer, "test", n=self.source.count)
         units = self.blocks + removal.single_layers(self.model.layout)
-        self.run("text", removal.text_cells(chunks, units, {"split": "confirmation"}))
+        return removal.text_cells(chunks, units, {"split": "confirmation"})
 
     def variant(self, variant: str, task: Dictionary, n: int, seed: int) -> None:
-        """Both splits of one variant. The confirmation dictionaries are drawn first: they are the paper's."""
-        used: dict[str, set] = {"swaps": set(), "questions": set(), "value": set(), "key": set()}
-        about = {"variant": variant, "surface": task.surface or "restate", "pool": task.pool}
-        new = _items(task, n, seed, used)
-        fewer = min(n, max(DISCOVERY_LEAST, round(DISCOVERY_SHARE * n)))
-        old = _items(task, fewer, seed + DISCOVERY_SEED, used)
-        first = {**about, "split": "discovery", "dictionary_seed": seed + DISCOVERY_SEED}
-        watch, chosen, sets = self._discover(f"{variant} discovery", first, old)
-        then = {**about, "split": "confirmation", "dictionary_seed": seed}
-        self._confirm(f"{variant} confirmation", then, new, watch, chosen, sets)
+        """Both splits of one variant: select on the one, measure on the other."""
+        new, old = _draw(variant, task, n, seed)
+        selected = self._discover(f"{variant} discovery", *old)
+        self.run(f"{variant} confirmation", self.confirmation_cells(*new, *selected))
 
-    def _discover(self, what: str, labels: dict, items: dict[str, list]) -> tuple[list, list, list[str]]:
+    def discovery_cells(self, items: dict[str, list], labels: dict, watch: Heads) -> list[Cell]:
+        """What discovery measures whatever it finds."""
+        return [
+            *baseline.cells(items["swaps"], watch, labels),
+            *encode.cells(items["value"] + items["key"], self.blocks, labels),
+        ]
+
+    def _discover(self, what: str, items: dict[str, list], labels: dict) -> tuple[list, list, list[str]]:
         """Select heads and sets of blocks: (heads to watch, causal heads, sets that the confirmation must test)."""
-        intact = self.run(what, baseline.cells(items["swaps"], readers.all_heads(self.model), labels))
+        rows = self.run(what, self.discovery_cells(items, labels, readers.all_heads(self.model)))
+        intact = select(rows, experiment="baseline")
         candidates = readers.candidates(intact)
         watch = sorted({*candidates, *readers.top_per_layer(intact)})
         causal = self.run(what, readers.cells(items["swaps"], candidates, labels))
-        self.run(what, encode.cells(items["value"] + items["key"], self.blocks, labels))
         moved = self.run(what, transplant.host_cells(items["questions"], watch=watch, labels=labels))
         first, *controls = transplant.DONORS
         while names := rule.next_sets(moved, self.model.layout):
@@ -146,25 +211,29 @@ class _Job:
         chosen = [head for head in heads(intact) if f"L{head[0]}H{head[1]}" in names]
         return watch, chosen, [e.name for e in rule.select_address(moved, self.model.layout)]
 
-    def _confirm(
-        self, what: str, labels: dict, items: dict[str, list], watch: list, chosen: list, sets: list[str]
-    ) -> None:
-        """Measure on new dictionaries: every block and layer, and what discovery selected."""
+    def confirmation_cells(
+        self, items: dict[str, list], labels: dict, watch: Heads, chosen: Heads, sets: Sequence[str]
+    ) -> list[Cell]:
+        """On new dictionaries: every block and layer, and what discovery selected."""
         swaps, questions = items["swaps"], items["questions"]
-        self.run(what, baseline.cells(swaps, watch, labels))
-        for mode in ("zero", "mean"):
-            self.run(what, removal.cells(swaps, self.blocks, mode, watch, labels))
-        self.run(what, removal.cells(swaps, removal.single_layers(self.model.layout), "zero", watch, labels))
-        self.run(what, encode.cells(items["value"] + items["key"], self.blocks, labels))
-        self.run(what, readers.cells(swaps, chosen, labels))
+        single = removal.single_layers(self.model.layout)
         units = self.blocks + [self._unit(name) for name in sets if "+" in name]
-        self.run(what, transplant.host_cells(questions, watch=watch, labels=labels))
-        self.run(what, transplant.cells(questions, units, watch=watch, labels=labels))
-        self.run(what, transplant.host_cells(questions, "question", watch, labels))
-        kinds = ("same-dictionary", "identity")
-        self.run(what, transplant.cells(questions, units, kinds, "question", watch, labels))
+        few = ("same-dictionary", "identity")
+        out = [
+            *baseline.cells(swaps, watch, labels),
+            *removal.cells(swaps, self.blocks, "zero", watch, labels),
+            *removal.cells(swaps, self.blocks, "mean", watch, labels),
+            *removal.cells(swaps, single, "zero", watch, labels),
+            *encode.cells(items["value"] + items["key"], self.blocks, labels),
+            *readers.cells(swaps, chosen, labels),
+            *transplant.host_cells(questions, watch=watch, labels=labels),
+            *transplant.cells(questions, units, watch=watch, labels=labels),
+            *transplant.host_cells(questions, "question", watch, labels),
+            *transplant.cells(questions, units, few, "question", watch, labels),
+        ]
         if sets:
-            self.run(what, transplant.example_cells(questions[:EXAMPLES], self._unit(sets[0]), watch, labels))
+            out += transplant.example_cells(questions[:EXAMPLES], self._unit(sets[0]), watch, labels)
+        return out
 
     def _transplants(self, what, items, names, donors, watch, labels) -> pd.DataFrame:
         units = [self._unit(name) for name in names]
@@ -172,6 +241,17 @@ class _Job:
 
     def _unit(self, name: str) -> Unit:
         return name, self.model.layout.layers_of(name)
+
+
+def _draw(variant: str, task: Dictionary, n: int, seed: int) -> tuple[tuple[dict, dict], tuple[dict, dict]]:
+    """(items, labels) of the confirmation split, which is drawn first and has the paper's own draws, and of discovery."""
+    used: dict[str, set] = {"swaps": set(), "questions": set(), "value": set(), "key": set()}
+    about = {"variant": variant, "surface": task.surface or "restate", "pool": task.pool}
+    new = _items(task, n, seed, used)
+    fewer = min(n, max(DISCOVERY_LEAST, round(DISCOVERY_SHARE * n)))
+    old = _items(task, fewer, seed + DISCOVERY_SEED, used)
+    first = {**about, "split": "discovery", "dictionary_seed": seed + DISCOVERY_SEED}
+    return (new, {**about, "split": "confirmation", "dictionary_seed": seed}), (old, first)
 
 
 def _items(task: Dictionary, n: int, seed: int, used: dict[str, set]) -> dict[str, list]:

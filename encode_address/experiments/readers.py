@@ -25,6 +25,11 @@ def all_heads(model: Any) -> list[tuple[int, int]]:
     return [(layer, head) for layer in model.softmax_layers for head in range(model.heads)]
 
 
+def first_heads(model: Any) -> list[tuple[int, int]]:
+    """One head of every softmax layer."""
+    return [(layer, 0) for layer in model.softmax_layers]
+
+
 def candidates(intact: pd.DataFrame, count: int = CANDIDATES) -> list[tuple[int, int]]:
     """The heads with most mean attention on the asked entry of clean prompts, from `baseline` rows."""
     clean = intact[intact["form"] == "clean"]

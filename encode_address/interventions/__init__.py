@@ -7,8 +7,16 @@ prompts and none computes a metric (those are in `measure`).
 
 from encode_address.interventions.heads import head_outputs, remove_head
 from encode_address.interventions.outputs import capture, mixer_output, remove, transplant
-from encode_address.interventions.query_key import attention_row, entry_attention, final_attention, query_and_key
+from encode_address.interventions.query_key import (
+    attention_row,
+    entry_attention,
+    final_attention,
+    query_and_key,
+    write_key,
+    write_query,
+)
 from encode_address.interventions.state import read_cache, write_cache
+from encode_address.interventions.truncate import truncated_logits
 
 __all__ = [
     "attention_row",
@@ -22,5 +30,8 @@ __all__ = [
     "remove",
     "remove_head",
     "transplant",
+    "truncated_logits",
     "write_cache",
+    "write_key",
+    "write_query",
 ]

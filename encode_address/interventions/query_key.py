@@ -36,3 +36,29 @@ def entry_attention(mixer, op, entries):
     """
     weights = final_attention(mixer, op)
     return torch.einsum("bhk,bek->bhe", weights, entries.to(weights))
+
+
+def write_query(mixer, op, query, rows=None, head=-1):
+    """The last position's query := `query` (n, heads, head_dim), after norm and position encoding (paper 3.8).
+
+    `rows`: (n,) batch rows to write, all of them when None; `head`: one query head, all of them when -1.
+    """
+    target = query_and_key(mixer, op)[0]
+    chosen = slice(None) if head == -1 else slice(head, head + 1)
+    batch = torch.arange(target.shape[0], device=target.device) if rows is None else rows.to(target.device)
+    if query.shape != (batch.shape[0], target.shape[1], target.shape[3]):
+        raise ValueError(f"query of shape {tuple(query.shape)} for {batch.shape[0]} rows of {tuple(target.shape)}")
+    target[batch, chosen, -1] = query[:, chosen].to(target)
+
+
+def write_key(mixer, op, key, positions):
+    """Keys at `positions` (batch, k) := `key` (batch, k, kv_heads, head_dim), after norm and position encoding.
+
+    A key carries its position: take donors from the position they are written to.
+    """
+    target = query_and_key(mixer, op)[1].transpose(1, 2)
+    index = positions.to(target.device)
+    batch = torch.arange(target.shape[0], device=target.device)[:, None]
+    if key.shape != (target.shape[0], index.shape[1], *target.shape[2:]):
+        raise ValueError(f"key of shape {tuple(key.shape)} for {tuple(index.shape)} positions of {tuple(target.shape)}")
+    target[batch, index] = key.to(target)

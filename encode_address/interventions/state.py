@@ -21,11 +21,16 @@ def read_cache(cache):
     return saved
 
 
-def write_cache(cache, saved, rows):
-    """Put copies of the `rows` (n,) of a saved cache back into `cache`, which then holds a batch of n."""
-    for layer, tensors in zip(cache.layers, saved):
+def write_cache(cache, saved, rows, swapped=None):
+    """Put copies of the `rows` (n,) of a saved cache back into `cache`, which then holds a batch of n.
+
+    `swapped` maps (layer, name) to other rows (n,): a state transplant takes the donor's row of that layer's
+    `recurrent` or `conv` state, and everything else from the host's.
+    """
+    for index, (layer, tensors) in enumerate(zip(cache.layers, saved)):
         for name, tensor in tensors.items():
-            chosen = tensor.index_select(0, rows.to(tensor.device))
+            taken = rows if swapped is None else swapped.get((index, name), rows)
+            chosen = tensor.index_select(0, taken.to(tensor.device))
             if name == "recurrent":
                 layer.recurrent_states[0] = chosen
             elif name == "conv":

@@ -6,13 +6,15 @@ all. A failed check is a ModelError that names the model, the layer and what was
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import nnsight
 import torch
 
 from encode_address.errors import ModelError
-from encode_address.interventions import final_attention, mixer_output
+from encode_address.interventions import final_attention, mixer_output, truncated_logits
 from encode_address.models.hybrid import HybridModel
 
 LENGTHS = (2, 17, 63, 64, 65, 93)  # prompts around the linear kernels' chunk length of 64
@@ -56,7 +58,8 @@ def check(model: HybridModel, full: bool = True) -> Report:
         if finding.ok is False:
             raise ModelError(f"{model.name}: {finding.name}: {finding.seen}")
     if full:
-        findings += [_identity(model), _split(model, exact), _padding(model, exact), _attention(model, exact)]
+        findings += [_identity(model), _split(model, exact), _padding(model, exact)]
+        findings += [_attention(model, exact), _truncation(model, exact)]
     layout = model.layout
     blocks = "  ".join(
         f"{b.name} [{b.span}]" + (f" -> L{b.reader}" if b.reader is not None else "") for b in layout.blocks
@@ -151,21 +154,47 @@ def _within(name: str, gaps: list[tuple[float, float, str]], exact: bool) -> Fin
 def _split(model: HybridModel, exact: bool) -> Finding:
     gaps = []
     for length in LENGTHS:
-        ids = random_ids(model, 2, length, seed=length)
-        mask = torch.ones_like(ids).to(model.device)
-        with torch.no_grad(), model.trace(ids) as tracer:
-            whole = tracer.result.logits[:, -1].float().clone().save()
-        with torch.no_grad(), model.trace(ids[:, :-1], use_cache=True) as tracer:
-            cache = tracer.result.cache.save()
-        with (
-            torch.no_grad(),
-            model.lm.trace(
-                input_ids=ids[:, -1:].to(model.device), attention_mask=mask, cache=cache, use_cache=True
-            ) as tracer,
-        ):
-            split = tracer.result.logits[:, -1].float().clone().save()
+        whole, split = both_paths(model, random_ids(model, 2, length, seed=length))
         gaps.append((float((whole - split).abs().max()), float(whole.std()), f"{length} tokens"))
     return _within("split execution = full forward", gaps, exact)
+
+
+def both_paths(model: HybridModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Last logits (batch, vocab) of one full forward, and of the last token continued from its prefix's cache."""
+    mask = torch.ones_like(ids).to(model.device)
+    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+        whole = tracer.result.logits[:, -1].float().clone().save()
+    with torch.no_grad(), model.trace(ids[:, :-1], use_cache=True, logits_to_keep=1) as tracer:
+        cache = tracer.result.cache.save()
+    last = ids[:, -1:].to(model.device)
+    with torch.no_grad(), model.lm.trace(input_ids=last, attention_mask=mask, cache=cache, use_cache=True) as tracer:
+        split = tracer.result.logits[:, -1].float().clone().save()
+    return whole, split
+
+
+def path_gap(model: HybridModel, prompts: Sequence[Any]) -> dict[str, Any]:
+    """How far the one-token path is from the full forward on these prompts (of equal length), in logits.
+
+    In float32 on a CPU it is rounding; in a lower precision it is what patched rows must not be compared across.
+    """
+    whole, split = both_paths(model, torch.tensor([prompt.ids for prompt in prompts]))
+    return {
+        "largest_logit_difference": float((whole - split).abs().max()),
+        "logit_std": float(whole.std()),
+        "same_answer": int((whole.argmax(-1) == split.argmax(-1)).sum()),
+        "prompts": len(prompts),
+    }
+
+
+def _truncation(model: HybridModel, exact: bool) -> Finding:
+    """The model "truncated" after its last layer is the model."""
+    ids = random_ids(model, 2, 20, seed=5)
+    layer, norm, head, scaling = model.layers[-1], model.final_norm, model.lm_head, model.logits_scaling
+    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+        ours = truncated_logits(layer, norm, head, scaling).float().clone().save()
+        own = tracer.result.logits[:, -1].float().clone().save()
+    gap = float((ours - own).abs().max()), float(own.std()), "the last layer"
+    return _within("exit after the last layer = logits", [gap], exact)
 
 
 def _padding(model: HybridModel, exact: bool) -> Finding:

@@ -35,7 +35,8 @@ class Family:
 
     `linear_class` and `softmax_class` are the attribute names of the two mixers in a decoder layer.
     `linear_returns` and `softmax_returns` say what those mixers return ("tensor" or "tuple": output first).
-    `notes` is printed by `encode-address check`.
+    `continues` says whether one more token continues exactly from the cache; where it does not, final-position cells
+    run as full forwards. `notes` is printed by `encode-address check`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Family:
     softmax_attr: str = "self_attn"
     linear_returns: str = "tensor"
     softmax_returns: str = "tuple"
+    continues: bool = True
     rename: dict[str, str] = field(default_factory=dict)
     notes: str = ""
 

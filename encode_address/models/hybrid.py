@@ -94,6 +94,11 @@ class HybridModel:
     def head_dim(self) -> int:
         return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
 
+    @property
+    def logits_scaling(self) -> float:
+        """What the head's output is divided by to give the model's logits."""
+        return getattr(self.config, "logits_scaling", 1.0)
+
     # -- facts ---------------------------------------------------------------
     @property
     def module(self) -> torch.nn.Module:
@@ -201,6 +206,7 @@ class HybridModel:
             "softmax_layers": self.softmax_layers,
             "heads": self.heads,
             "head_dim": self.head_dim,
+            "logits_scaling": self.logits_scaling,
         }
         return _view, (self.lm, facts)
 

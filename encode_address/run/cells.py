@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,23 +16,36 @@ from encode_address.tasks.prompts import Prompt, equal_length
 INTERVENTIONS = ("none", "remove", "transplant", "state", "query", "key", "heads", "truncate", "replace")
 EMBED = -1  # stands for the token embeddings where a layer index is expected
 
-FULL, FINAL = "full", "final"
+FINAL, FULL, READ = "final", "full", "read"
+# What each path can run. A `none` cell exists on each, so that a patched row has a baseline of its own path.
+ON_PATH = {
+    FINAL: ("none", "transplant", "query", "state"),
+    FULL: ("none", "remove", "transplant", "query", "key", "heads"),
+    READ: ("none", "truncate"),
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
     """What is done to which prompt, and what is read.
 
-    `layers` are those whose mixer is touched; `where` the patched host positions, `source` the donor's (both
-    equally many); `mode` refines the verb (remove: zero, mean; transplant: outputs, embeddings, random).
+    `layers` are those whose mixer is touched (query, key: softmax layers; truncate: the last layer that runs);
+    `where` the patched host positions, `source` the donor's (both equally many; a state is always the one before
+    the last token). `mode` refines the verb: remove takes zero, mean; transplant outputs, embeddings, random;
+    state recurrent, conv, both. `head` narrows heads and query to one softmax head.
+
     `outcomes` names token ids: each becomes a true/false column, and `margin` is the logit of the first minus
     that of the second. `watch` lists heads (layer, head) whose attention from the last position is read, as mass
     per entry of the host's dictionary. `labels` are further columns. `text=True` measures the loss on a text.
+
+    `path` is chosen by what is touched, unless given: *final* when nothing before the last position is touched,
+    *read* when no more than attention or a truncated model's answer is asked for, else *full*. A `none` cell is
+    compared with cells of one path, so say which.
     """
 
     intervention: str
     host: Prompt
-    path: str = FULL
+    path: str = ""
     layers: tuple[int, ...] = ()
     where: tuple[int, ...] = ()
     donor: Prompt | None = None
@@ -54,19 +67,57 @@ class Cell:
             )
         if self.donor is not None:
             equal_length((self.host, self.donor))
-        if self.path == FINAL:
-            at_the_end = not self.layers or self.where == self.source == self.host.final
-            if self.intervention not in ("none", "transplant") or EMBED in self.layers or not at_the_end:
-                raise RunError(
-                    f"the final path runs transplants of mixer outputs at the last position, not {self.columns()}"
-                )
+        if self.intervention == "state":
+            object.__setattr__(self, "where", self.host.final)
+            object.__setattr__(self, "source", self.host.final)
+        if not self.path:
+            object.__setattr__(self, "path", self._fitting_path())
+        self._validate()
+
+    def _fitting_path(self) -> str:
+        if self.intervention == "truncate" or (self.intervention == "none" and not self.outcomes and not self.text):
+            return READ
+        return FINAL if self.intervention in ("transplant", "query", "state") and self._at_the_end else FULL
+
+    @property
+    def _at_the_end(self) -> bool:
+        """Whether every edit is at the last position, after a prefix that a cache can hold."""
+        return self.where == self.source == self.host.final and EMBED not in self.layers and len(self.host) > 1
+
+    def _validate(self) -> None:
+        problem = ""
+        if self.intervention not in ON_PATH[self.path] and self.intervention != "replace":
+            problem = f"the {self.path} path does not run {self.intervention}"
+        elif self.path == FINAL and (self.text or not (self._at_the_end or not self.layers)):
+            problem = "the final path runs edits at the last position of prompts of two tokens or more"
+        elif self.path == FINAL and len(self.host) < 2:
+            problem = "the final path needs prompts of two tokens or more"
+        elif self.path == READ and (self.text or (self.intervention == "none" and self.outcomes)):
+            problem = "the read path reads attention, and answers of truncated models"
+        elif self.intervention in ("state", "query", "key", "transplant") and self.donor is None:
+            problem = f"{self.intervention} needs a donor"
+        elif self.intervention in ("query", "key") and self.where != self.source:
+            problem = f"{self.intervention} keeps its position: where and source must be the same"
+        elif self.intervention == "query" and self.where != self.host.final:
+            problem = "query is edited at the last position"
+        elif self.intervention == "state" and self.mode not in ("recurrent", "conv", "both"):
+            problem = f"state has the modes recurrent, conv and both, not {self.mode!r}"
+        elif self.intervention == "truncate" and (len(self.layers) != 1 or self.watch):
+            problem = "truncate takes one layer, the last that runs, and watches no head"
+        if problem:
+            raise RunError(f"{problem}: {self.columns()}")
+
+    @property
+    def start(self) -> int:
+        """The first decoder layer that runs otherwise than in the intact model (full path)."""
+        return max(0, min(self.layers, default=0))
 
     @property
     def is_null(self) -> bool:
         """Whether the written values equal the host's own, so that the edit must change nothing."""
         if self.donor is None or self.mode == "random":
             return self.intervention == "none"
-        last = max(self.where, default=-1) + 1
+        last = max(self.where, default=-1) + (self.intervention != "state")
         return self.donor.ids[:last] == self.host.ids[:last] and self.source == self.where
 
     def columns(self) -> dict[str, Any]:
@@ -90,56 +141,12 @@ class Cell:
         edit = (self.intervention, self.path, self.layers, self.where, self.source, self.mode, self.head, self.seed)
         return hashlib.sha256(repr((prompts, edit, self.outcomes, self.watch, self.text)).encode()).hexdigest()[:24]
 
-    def key(self, context: Mapping[str, Any]) -> str:
-        """A hash of all that determines the row: the cell, and `context` (model, precision, versions, text)."""
-        content = json.dumps([dict(context), self.columns(), self.work], sort_keys=True, default=str)
+    def key(self, context: str) -> str:
+        """A hash of all that determines the row: the cell, its labels, and `context` (see `context_of`)."""
+        content = repr((context, sorted(self.labels.items()), self.work))
         return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
-def slices(cells: Sequence[Cell], batch_tokens: int) -> Iterator[list[Cell]]:
-    """Cut full-path cells into batches that one trace can run: same edit, same shape, at most `batch_tokens` tokens.
-
-    Batches over the same donors follow one another, so that donors are captured once.
-    """
-    groups: dict[tuple, dict[tuple, list[Cell]]] = {}
-    for cell in cells:
-        shape = (
-            len(cell.host),
-            len(cell.where),
-            cell.donor is None,
-            cell.text,
-            len(cell.host.choices),
-            len(cell.outcomes),
-        )
-        edit = (cell.intervention, cell.mode, cell.layers, cell.head, tuple(sorted({layer for layer, _ in cell.watch})))
-        groups.setdefault((shape, cell.intervention, cell.mode == "embeddings"), {}).setdefault(edit, []).append(cell)
-    for (shape, *_), edits in groups.items():
-        # A text needs the logits of every token, not of the last one: an eighth of the rows.
-        size = max(1, batch_tokens // shape[0] // (8 if shape[3] else 1))
-        longest = max(len(group) for group in edits.values())
-        for start in range(0, longest, size):
-            for group in edits.values():
-                if group[start : start + size]:
-                    yield group[start : start + size]
-
-
-def bundles(cells: Sequence[Cell], batch_tokens: int) -> Iterator[list[Cell]]:
-    """Cut final-path cells into bundles of one prompt length whose distinct prompts fit one prefix run."""
-    lengths: dict[int, list[Cell]] = {}
-    for cell in cells:
-        lengths.setdefault(len(cell.host), []).append(cell)
-    for length, group in lengths.items():
-        limit = max(2, batch_tokens // length)
-        order = sorted(range(len(group)), key=lambda i: (group[i].labels.get("pair", 0), i))
-        bundle: list[Cell] = []
-        prompts: set[tuple[int, ...]] = set()
-        for i in order:
-            cell = group[i]
-            needed = prompts | {cell.host.ids} | ({cell.donor.ids} if cell.donor else set())
-            if bundle and len(needed) > limit:
-                yield bundle
-                bundle, needed = [], {cell.host.ids} | ({cell.donor.ids} if cell.donor else set())
-            bundle.append(cell)
-            prompts = needed
-        if bundle:
-            yield bundle
+def context_of(facts: Mapping[str, Any]) -> str:
+    """A hash of what determines the rows of all cells: model, precision, versions, text."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True, default=str).encode()).hexdigest()

@@ -1,17 +1,20 @@
-"""Run cells on a local model: group, trace, and turn what was read into rows.
+"""Run cells on a local model: plan, trace, and turn what was read into rows.
 
-Two paths. *full*: one forward over whole prompts, many rows per trace. *final*: edits at the last position only;
-the prefixes run once, and every cell is one token that continues from a copy of its host's cache. Baseline
-(`none`) cells exist on both, so that a patched row is compared with one that took the same path.
+`paths` holds the three ways to run a bundle, `plan` what goes into one. Baseline (`none`) cells exist on every
+path, so that a patched row is compared with one that took the same path.
 """
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import platform
-from collections.abc import Callable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import nnsight
@@ -19,74 +22,101 @@ import pandas as pd
 import torch
 import transformers
 
-from encode_address import measure
 from encode_address.errors import RunError
-from encode_address.interventions import capture, mixer_output, read_cache, write_cache
-from encode_address.run.cells import FINAL, FULL, Cell, bundles, slices
-from encode_address.run.edits import (
-    apply_edits,
-    donor_stands,
-    head_stands,
-    projected_input,
-    value_stands,
-    write_donor,
-    write_head,
-    write_value,
-)
+from encode_address.interventions import mixer_output, read_cache
+from encode_address.run.batch import ids_of
+from encode_address.run.cells import Cell, context_of
+from encode_address.run.memory import limits, out_of_memory
+from encode_address.run.paths import PATHS
+from encode_address.run.plan import Plan, plan, without_continuation
 from encode_address.run.store import Store
-from encode_address.tasks.prompts import Prompt
 from encode_address.tasks.text import Text
 
-BATCH_TOKENS = 8192
 SMALL = 5_000_000  # parameters of a model that runs best, on a CPU, with one thread
-STEP_ROWS, STEP_BYTES = 512, 4 << 30  # of a one-token trace: rows, and bytes of their caches
 
 
 class Engine:
-    """Runs cells on one model; keeps the last captured donors and the text means.
+    """Runs cells on one model, and keeps account of what that took.
 
-    `text` is the source of mean removal. `on_rows` is called with the number of rows each trace finished.
+    `text` is the source of mean removal. `batch_tokens` bounds the tokens of one trace (default: from free memory).
+    `on_rows` is called with the number of rows each trace finished, `warn` with a line that the user should see.
     """
 
     def __init__(
         self,
         model: Any,
         text: Text | None = None,
-        batch_tokens: int = BATCH_TOKENS,
+        batch_tokens: int | None = None,
         on_rows: Callable[[int], Any] | None = None,
+        warn: Callable[[str], Any] = lambda line: print(f"warning: {line}", file=sys.stderr),
     ) -> None:
         if model.remote:
             raise RunError("experiments run on local models in this version; a raw `model.trace` does run remotely")
-        self.model, self.text, self.batch_tokens = model, text, batch_tokens
+        if batch_tokens is not None and batch_tokens < 1:
+            raise RunError(f"batch tokens must be 1 or more, not {batch_tokens}")
+        self.model, self.text, self.warn = model, text, warn
         self.on_rows = on_rows or (lambda n: None)
-        self.tokens = 0  # forwarded so far
+        self.depth = len(model.layout.kinds)
+        self.layer_tokens = self.traces = 0  # forwarded so far: tokens x layers, traces
+        self.planned_layer_tokens = self.floor_layer_tokens = 0
+        with _threads(model):
+            self.limits = limits(model, self._cache_bytes, batch_tokens)
         self._means: dict[int, torch.Tensor] | None = None
-        self._captured: tuple[Any, Any] = (None, None)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens forwarded so far, in whole forwards."""
+        return -(-self.layer_tokens // self.depth)
+
+    @property
+    def planned(self) -> int:
+        """Tokens that the plans of the runs so far foresaw."""
+        return -(-self.planned_layer_tokens // self.depth)
+
+    @property
+    def floor(self) -> int:
+        """The least tokens that those runs could have taken (see `Plan.floor`)."""
+        return -(-self.floor_layer_tokens // self.depth)
+
+    def count(self, tokens: int, layers: int | None = None) -> None:
+        """Keep account of one trace that takes `tokens` tokens through `layers` layers (default: all)."""
+        self.layer_tokens += tokens * (self.depth if layers is None else layers)
+        self.traces += 1
+
+    # -- running -----------------------------------------------------------------
+    def plan(self, cells: Sequence[Cell], done: Collection[str] = ()) -> Plan:
+        """What running `cells` would take; `done` holds the row keys (see `keys`) that are there already."""
+        cells, note = self._fitting(cells)
+        works = self._works(cells, self.keys(cells), done)
+        return self._plan(works, note)
+
+    def keys(self, cells: Sequence[Cell]) -> list[str]:
+        """The row keys of cells."""
+        context = context_of(self.facts())
+        return [cell.key(context) for cell in self._fitting(cells)[0]]
 
     def run(self, cells: Sequence[Cell], store: Store | None = None) -> pd.DataFrame:
         """The table of `cells`, one row per cell in their order; rows already in `store` are not run again."""
         if not cells:
             return pd.DataFrame()
         with _threads(self.model):
-            return self._run(cells, store)
+            return self._run(self._fitting(cells)[0], store)
 
     def _run(self, cells: Sequence[Cell], store: Store | None) -> pd.DataFrame:
-        facts = self.facts()
-        keys = [cell.key(facts) for cell in cells]
+        keys = self.keys(cells)
         if len(set(keys)) != len(keys):
             raise RunError("two cells of one plan are the same; label them apart")
-        done = store.keys() if store else set()
-        twins: dict[str, list[tuple[str, Cell]]] = {}  # cells that differ in their labels only are run once
-        for key, cell in zip(keys, cells):
-            if key not in done:
-                twins.setdefault(cell.work, []).append((key, cell))
-        self.on_rows(len(cells) - sum(map(len, twins.values())))
-        fresh: list[dict[str, Any]] = []
-        for batch, path in self._batches([group[0][1] for group in twins.values()]):
+        works = self._works(cells, keys, store.keys() if store else ())
+        self.on_rows(len(cells) - sum(len(twins) for _, twins in works.values()))
+        first = self._plan(works)
+        self.planned_layer_tokens += first.layer_tokens
+        self.floor_layer_tokens += first.floor_layer_tokens
+        facts, fresh = self.facts(), []
+        for batch, seen in self._traces(works, first):
             rows = [
                 {"key": key, **twin.columns(), **measured, **facts}
-                for cell, measured in zip(batch, path(batch))
-                for key, twin in twins[cell.work]
+                for cell, measured in zip(batch, self._rows(batch, seen))
+                for key, twin in works[cell.work][1]
             ]
             if store:
                 store.append(rows)
@@ -95,6 +125,78 @@ class Engine:
             self.on_rows(len(rows))
         table = store.table(keys) if store else pd.DataFrame(fresh)
         return table.set_index("key").loc[keys].reset_index()
+
+    def _works(
+        self, cells: Sequence[Cell], keys: Sequence[str], done: Collection[str]
+    ) -> dict[str, tuple[Cell, list[tuple[str, Cell]]]]:
+        """work -> the cell that runs, and those (with their keys) that get its row. Cells that differ in their labels
+        only run once; work whose rows are all done has no receivers."""
+        works: dict[str, tuple[Cell, list[tuple[str, Cell]]]] = {}
+        for key, cell in zip(keys, cells):
+            _, twins = works.setdefault(cell.work, (cell, []))
+            if key not in done:
+                twins.append((key, cell))
+        return works
+
+    def _plan(self, works: Mapping[str, tuple[Cell, list]], note: str = "") -> Plan:
+        done = {work for work, (_, twins) in works.items() if not twins}
+        cells = [cell for cell, _ in works.values()]
+        shared = 0
+        if self._means is None and any(c.mode == "mean" and c.work not in done for c in cells):
+            shared = sum(map(len, self._mean_chunks())) * self.depth
+        return plan(cells, self.depth, self.limits, done, shared, note)
+
+    def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:
+        """Run a plan; when memory runs out, plan what is left with smaller batches."""
+        current, finished = first, set()
+        while True:
+            try:
+                for bundle in current.bundles:
+                    for batch, seen in PATHS[bundle.path](self, bundle):
+                        yield batch, seen
+                        finished.update(cell.work for cell in batch)
+                return
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                longest = max(bundle.length for bundle in current.bundles)
+                if self.limits.tokens < longest:
+                    raise RunError(
+                        f"out of memory with one prompt of {longest} tokens: use --dtype bfloat16, shorter prompts, "
+                        "or a device with more memory"
+                    ) from error
+            gc.collect()
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            smaller = self.limits.halved()
+            if self.limits is first.limits:
+                self.warn(
+                    f"out of memory: batches are halved to {smaller.tokens} tokens, and further where needed "
+                    "(--batch-tokens sets them)"
+                )
+            self.limits = smaller
+            rest = {work: entry for work, entry in works.items() if work not in finished}
+            current = self._plan(rest)
+
+    def _fitting(self, cells: Sequence[Cell]) -> tuple[Sequence[Cell], str]:
+        family = self.model.family
+        return (cells, "") if family.continues else without_continuation(cells, family.name)
+
+    @cached_property
+    def _cache_sizes(self) -> tuple[int, int]:
+        """Bytes of a prompt's cache: what does not grow with its length, and what a token adds."""
+        with torch.no_grad(), self.model.trace([[0]], use_cache=True, logits_to_keep=1) as tracer:
+            cache = tracer.result.cache.save()
+        fixed = grown = 0
+        for layer in read_cache(cache):
+            for name, tensor in layer.items():
+                size = tensor.numel() * tensor.element_size()
+                fixed, grown = (fixed, grown + size) if name in ("keys", "values") else (fixed + size, grown)
+        return fixed, grown
+
+    def _cache_bytes(self, length: int) -> int:
+        fixed, grown = self._cache_sizes
+        return fixed + grown * length
 
     def facts(self) -> dict[str, Any]:
         """The columns that are the same for every row of this model; with its cell they determine a row."""
@@ -112,202 +214,114 @@ class Engine:
             "versions": " ".join(f"{name}={version}" for name, version in versions().items()),
         }
 
-    # -- batches -----------------------------------------------------------------
-    def _batches(self, cells: Sequence[Cell]):
-        for batch in slices([c for c in cells if c.path == FULL], self.batch_tokens):
-            yield batch, self._full
-        for bundle in bundles([c for c in cells if c.path == FINAL], self.batch_tokens):
-            yield bundle, self._final
-
-    def _full(self, cells: list[Cell]) -> list[dict[str, Any]]:
-        model, first = self.model, cells[0]
-        layers, embed = model.layers, model.embed
-        ids = _ids([cell.host for cell in cells])
-        edits = self._full_edits(cells)
-        watch = {layer: model.attention_op(layer) for layer in sorted({layer for layer, _ in first.watch})}
-        entries = _entries([cell.host for cell in cells]) if watch else None
-        self.tokens += ids.numel()
-        if first.text:
-            with torch.no_grad(), model.trace(ids) as tracer:
-                seen = nnsight.save({})
-                seen.update(apply_edits(layers, embed, edits, watch, entries))
-                seen["loss"] = measure.next_token_loss(tracer.result.logits, ids)
-            self._verify(cells, seen, torch.isfinite(seen["loss"]).all())
-            return [{"loss": loss} for loss in seen["loss"].tolist()]
-        tokens = _tokens(cells)
-        with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
-            seen = nnsight.save({})
-            seen.update(apply_edits(layers, embed, edits, watch, entries))
-            seen["answer"] = measure.answer(tracer.result.logits[:, -1], tokens)
-        self._verify(cells, seen, seen["answer"]["finite"].all())
-        return self._rows(cells, seen)
-
-    def _full_edits(self, cells: list[Cell]) -> dict[int, tuple]:
-        first, edits = cells[0], {}
-        where = torch.tensor([cell.where for cell in cells])
-        hosts = self._capture(_ids([cell.host for cell in cells]), where) if first.mode == "random" else {}
-        for layer in first.layers:
-            if first.intervention == "remove":
-                value = None if first.mode == "zero" else [self.means()[layer]]
-                edits[layer] = (mixer_output, write_value, value_stands, (value,))
-            elif first.intervention == "heads":
-                edits[layer] = (projected_input, write_head, head_stands, (first.head, self.model.heads))
-            elif first.intervention == "transplant":
-                values = self._donors(cells)[layer]
-                if hosts:
-                    values = torch.stack([_noisy(c, layer, *v) for c, *v in zip(cells, hosts[layer], values)])
-                edits[layer] = (mixer_output, write_donor, donor_stands, (values, where, None))
-            else:
-                raise RunError(f"no full path for the intervention {first.intervention!r}")
-        return edits
-
-    def _donors(self, cells: list[Cell]) -> dict[int, torch.Tensor]:
-        """Every mixer's output, and the embeddings, at the donors' source positions: (batch, k, d_model) by layer."""
-        ids, source = _ids([cell.donor for cell in cells]), torch.tensor([cell.source for cell in cells])
-        if self._captured[0] != (ids.tolist(), source.tolist()):
-            self._captured = ((ids.tolist(), source.tolist()), self._capture(ids, source))
-        return self._captured[1]
-
-    def _capture(self, ids: torch.Tensor, source: torch.Tensor) -> dict[int, torch.Tensor]:
-        model, count = self.model, len(self.model.layout.kinds)
-        layers, embed = model.layers, model.embed
-        self.tokens += ids.numel()
-        with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
-            seen = nnsight.save({})
-            seen[-1] = capture(embed, source)
-            for i in range(count):
-                seen[i] = capture(layers[i].mixer, source)
-            tracer.stop()
-        return dict(seen)
-
-    def _final(self, cells: list[Cell]) -> list[dict[str, Any]]:
-        prompts = {p.ids: p for cell in cells for p in (cell.host, cell.donor) if p is not None}
-        place = {ids: i for i, ids in enumerate(prompts)}
-        ids = _ids(list(prompts.values()))
-        model, everything = self.model, torch.arange(len(prompts))
-        self.tokens += ids.numel()
-        with torch.no_grad(), model.trace(ids[:, :-1], use_cache=True, logits_to_keep=1) as tracer:
-            cache = tracer.result.cache.save()
-        saved = read_cache(cache)
-        outputs: dict[int, torch.Tensor] = {}
-        touched = sorted({layer for cell in cells for layer in cell.layers})
-        if touched:
-            outputs = self._step(ids, everything, cache, saved, capture_at=touched)
-        rows: list[dict[str, Any]] = []
-        size = sum(t.numel() * t.element_size() for layer in saved for t in layer.values()) // len(prompts)
-        step = min(STEP_ROWS, max(1, STEP_BYTES // size))
-        for start in range(0, len(cells), step):
-            part = cells[start : start + step]
-            hosts = torch.tensor([place[cell.host.ids] for cell in part])
-            edits = {}
-            for layer in touched:
-                chosen = [i for i, cell in enumerate(part) if layer in cell.layers]
-                if chosen:
-                    values = torch.stack([self._value(part[i], layer, outputs[layer], place) for i in chosen])[:, None]
-                    where = torch.zeros(len(chosen), 1, dtype=torch.long)
-                    edits[layer] = (mixer_output, write_donor, donor_stands, (values, where, torch.tensor(chosen)))
-            rows += self._step(ids, hosts, cache, saved, cells=part, edits=edits)
-        return rows
-
-    def _step(self, ids, rows, cache, saved, *, cells=None, edits=None, capture_at=()):
-        """One token for each of `rows` of the prefixes, from a fresh copy of their caches."""
-        model, layers, embed = self.model, self.model.layers, self.model.embed
-        write_cache(cache, saved, rows.to(model.device))
-        tokens = ids[rows].to(model.device)
-        inputs = {
-            "input_ids": tokens[:, -1:],
-            "attention_mask": torch.ones_like(tokens),
-            "cache": cache,
-            "use_cache": True,
-        }
-        self.tokens += len(rows)
-        if cells is None:
-            with torch.no_grad(), model.lm.trace(**inputs):
-                seen = nnsight.save({})
-                for i in capture_at:
-                    seen[i] = mixer_output(layers[i].mixer)[:, -1].clone()
-            return dict(seen)
-        watch = {layer: model.attention_op(layer) for layer in sorted({layer for c in cells for layer, _ in c.watch})}
-        entries = _entries([cell.host for cell in cells]) if watch else None
-        asked = _tokens(cells)
-        with torch.no_grad(), model.lm.trace(**inputs) as tracer:
-            seen = nnsight.save({})
-            seen.update(apply_edits(layers, embed, edits, watch, entries))
-            seen["answer"] = measure.answer(tracer.result.logits[:, -1], asked)
-        self._verify(cells, seen, seen["answer"]["finite"].all())
-        return self._rows(cells, seen)
-
-    def _value(self, cell: Cell, layer: int, outputs: torch.Tensor, place: dict) -> torch.Tensor:
-        donor = outputs[place[cell.donor.ids]]
-        return donor if cell.mode != "random" else _noisy(cell, layer, outputs[place[cell.host.ids]], donor)
-
+    # -- what paths need -----------------------------------------------------------
     def means(self) -> dict[int, torch.Tensor]:
         """The mean output of every mixer over the text's train part: one (d_model,) tensor per layer."""
         if self._means is None:
-            if self.text is None:
-                raise RunError("mean removal needs a text: pass --text")
-            sums: dict[int, torch.Tensor] = {}
-            count = 0
-            chunks = self.text.chunks(self.model.tokenizer, "train", n=self.text.count)
-            size = max(1, self.batch_tokens // len(chunks[0]))
+            model, layers = self.model, self.model.layers
+            chunks, sums, count = self._mean_chunks(), {}, 0
+            size = max(1, self.limits.tokens // len(chunks[0]))
             for start in range(0, len(chunks), size):
-                ids = _ids(chunks[start : start + size])
-                everywhere = torch.arange(ids.shape[1]).expand(ids.shape[0], -1)
-                for layer, output in self._capture(ids, everywhere).items():
-                    sums[layer] = sums.get(layer, 0) + output.double().sum((0, 1))
+                ids = ids_of(chunks[start : start + size])
+                self.count(ids.numel())
+                with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+                    seen = nnsight.save({})
+                    for i in range(len(layers)):
+                        seen[i] = mixer_output(layers[i].mixer).double().sum((0, 1))
+                    tracer.stop()
+                for layer, total in seen.items():
+                    sums[layer] = sums.get(layer, 0) + total
                 count += ids.numel()
             self._means = {layer: (total / count).float() for layer, total in sums.items()}
         return self._means
 
-    # -- rows --------------------------------------------------------------------
-    def _rows(self, cells: list[Cell], seen: dict[str, Any]) -> list[dict[str, Any]]:
-        answer = {name: value.cpu() for name, value in seen["answer"].items()}
-        attention = {layer: mass.cpu() for layer, mass in seen["attention"].items()}
-        words = self.model.tokenizer.convert_ids_to_tokens(answer["predicted"].tolist())
-        rows = []
-        for i, cell in enumerate(cells):
-            row = {"said": words[i], "spread": float(answer["spread"][i])}
-            logits = answer["logits"][i].tolist()
-            for name, token in cell.outcomes:
-                row[name] = bool(answer["predicted"][i] == token)
-            if len(cell.outcomes) > 1:
-                row["margin"] = logits[0] - logits[1]
-            if cell.outcomes and cell.host.choices:
-                row["chance"] = 1 / len(cell.host.choices)
-                among = logits[len(cell.outcomes) : len(cell.outcomes) + len(cell.host.choices)]
-                row["choice_correct"] = cell.host.choices[among.index(max(among))] == cell.outcomes[0][1]
-            for layer, head in cell.watch:
-                row[f"attn.L{layer}H{head}"] = attention[layer][i, head].tolist()
-            rows.append(row)
-        return rows
+    def _mean_chunks(self) -> list:
+        if self.text is None:
+            raise RunError("mean removal needs a text: pass --text")
+        return self.text.chunks(self.model.tokenizer, "train", n=self.text.count)
 
-    def _verify(self, cells: list[Cell], seen: dict[str, Any], finite: torch.Tensor) -> None:
-        first = cells[0]
-        what = f"{first.intervention} {first.mode} at layers {first.columns()['layers'] or '-'} ({self.model.name})"
-        if not bool(finite):
+    def verify(
+        self, edits: Sequence[tuple], seen: dict[str, Any], finite: torch.Tensor, cells: Sequence[Cell] = ()
+    ) -> None:
+        """Raise RunError for logits that are no numbers, and for an edit that did not fire.
+
+        `edits` are (edit, cells it serves), as `apply_edits` was given them.
+        """
+        if not bool(finite.all()):
+            first = next(iter(cells), edits[0][1][0] if edits else None)
+            what = self._named(first) if first else self.model.name
             raise RunError(f"NaN or infinite logits: {what}; try --dtype float32")
-        for layer, size in seen["change"].items():
-            if not bool(seen["landed"][layer]):
+        for number, ((layer, *_), served) in enumerate(edits):
+            what = self._named(served[0])
+            if not bool(seen["landed"][number]):
                 raise RunError(f"the intervention did not fire: what {what} wrote does not stand at layer {layer}")
-            touching = [cell for cell in cells if layer in cell.layers]
-            if not float(size) > 0 and not all(cell.is_null for cell in touching):
+            if not float(seen["change"][number]) > 0 and not all(cell.is_null for cell in served):
                 raise RunError(f"the intervention did not fire: {what} changed nothing at layer {layer}")
 
+    def _named(self, cell: Cell) -> str:
+        return f"{cell.intervention} {cell.mode} at layers {cell.columns()['layers'] or '-'} ({self.model.name})"
 
-@contextmanager
-def _threads(model: Any) -> Iterator[None]:
-    """One thread for a small model on a CPU, for as long as it runs.
+    # -- rows --------------------------------------------------------------------
+    def _rows(self, cells: Sequence[Cell], seen: dict[str, Any]) -> list[dict[str, Any]]:
+        if "loss" in seen:
+            return [{"loss": loss} for loss in seen["loss"].tolist()]
+        rows: list[dict[str, Any]] = [{} for _ in cells]
+        if "answer" in seen:
+            self._answers(rows, cells, {name: value.tolist() for name, value in seen["answer"].items()})
+        attention = {layer: mass.tolist() for layer, mass in seen["attention"].items()}
+        for i, (row, cell) in enumerate(zip(rows, cells)):
+            for layer, head in cell.watch:
+                row[f"attn.L{layer}H{head}"] = attention[layer][i][head]
+        return rows
+
+    def _answers(self, rows: list[dict], cells: Sequence[Cell], answer: dict[str, list]) -> None:
+        words = self.model.tokenizer.convert_ids_to_tokens(answer["predicted"])
+        for i, (row, cell) in enumerate(zip(rows, cells)):
+            row |= {"said": words[i], "spread": answer["spread"][i]}
+            predicted, logits, asked = answer["predicted"][i], answer["logits"][i], len(cell.outcomes)
+            for name, token in cell.outcomes:
+                row[name] = predicted == token
+            if asked > 1:
+                row["margin"] = logits[0] - logits[1]
+            if asked and cell.host.choices:
+                row["chance"] = 1 / len(cell.host.choices)
+                among = logits[asked : asked + len(cell.host.choices)]
+                row["choice_correct"] = cell.host.choices[among.index(max(among))] == cell.outcomes[0][1]
+
+
+def threads(model: Any) -> int:
+    """The threads that a model runs with: one for a small model on a CPU.
 
     Its matrices gain at most a third from a second thread, and lose an order of magnitude when another process
     wants that core: waiting threads spin. A fixed number also keeps sums, and so the table, the same.
     """
+    small = model.device.type == "cpu" and sum(p.numel() for p in model.module.parameters()) < SMALL
+    return 1 if small else torch.get_num_threads()
+
+
+@contextmanager
+def _threads(model: Any) -> Iterator[None]:
+    """Run a model with its own number of threads, and give the process its number back."""
     before = torch.get_num_threads()
-    if model.device.type == "cpu" and sum(p.numel() for p in model.module.parameters()) < SMALL:
-        torch.set_num_threads(1)
+    torch.set_num_threads(threads(model))
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def git_revision() -> str:
+    """The revision of this package's own repository, "+" when there are changes; "" when it is installed."""
+    folder = Path(__file__).resolve().parents[2]
+    git = ["git", "-C", str(folder)]
+    try:
+        if not (folder / ".git").exists():
+            return ""
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head + ("+" if changed.strip() else "")
 
 
 def versions() -> dict[str, str]:
@@ -326,34 +340,3 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         **kernels,
     }
-
-
-def _ids(prompts: Sequence[Prompt]) -> torch.Tensor:
-    return torch.tensor([prompt.ids for prompt in prompts])
-
-
-def _entries(prompts: Sequence[Prompt]) -> torch.Tensor:
-    """(batch, entries, positions): 1 where a token belongs to an entry of the prompt's dictionary."""
-    out = torch.zeros(len(prompts), len(prompts[0].keys), len(prompts[0]))
-    for row, prompt in enumerate(prompts):
-        for entry in range(len(prompt.keys)):
-            out[row, entry, list(prompt.span(f"entry {entry}"))] = 1
-    return out
-
-
-def _tokens(cells: Sequence[Cell]) -> torch.Tensor:
-    """(batch, m): each cell's outcomes, then its host's choices; short rows are filled with token 0."""
-    rows = [[token for _, token in cell.outcomes] + list(cell.host.choices) for cell in cells]
-    width = max(len(row) for row in rows)
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows])
-
-
-def _noisy(cell: Cell, layer: int, host: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
-    """The host's output plus noise of the size of donor - host, at every position (last dimension: d_model)."""
-    noise = torch.randn(host.shape, generator=_generator(cell.seed, layer, cell.host.ids)).to(host)
-    return host + noise / noise.norm(dim=-1, keepdim=True) * (donor - host).norm(dim=-1, keepdim=True)
-
-
-def _generator(seed: int, layer: int, ids: tuple[int, ...]) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed},{layer},{ids}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))

@@ -1,0 +1,248 @@
+"""Cells -> bundles -> steps, and what they cost. Pure: neither a model nor torch.
+
+A *bundle* is cells that share prompts: what they have in common (prefixes, donors, the residual stream below the
+first touched layer) runs once. A *step* is the cells of one trace. Prompts of different length never share a
+bundle, so nothing is padded. What is already done drops out of its step and changes nothing else, not even what
+the bundle shares: an interrupted run that goes on forms the same traces, and so the same sums, as one that was not.
+
+Cost is counted in tokens that pass one decoder layer; `Plan.tokens` divides by the number of layers. A forward
+that stops early, or enters late, counts for the layers it ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from encode_address.errors import RunError
+from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell
+from encode_address.tasks.prompts import Prompt
+
+STEP_ROWS = 512  # of a one-token trace; more rows are no faster
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be in memory at once.
+
+    `tokens`: forwarded in one trace. `kept`: bytes of what a bundle keeps of its prompts, and of the caches of one
+    step. `per_prompt(path, length)`: bytes that a bundle keeps of one prompt. `text_rows`: how many times more a
+    token costs whose logits are all needed.
+    """
+
+    tokens: int
+    kept: int
+    per_prompt: Callable[[str, int], int]
+    text_rows: int = 8
+
+    def prompts(self, path: str, length: int) -> int:
+        """Distinct prompts of a bundle; at least a donor and a host."""
+        if path == READ:
+            return max(1, self.tokens // length)
+        return max(2, self.kept // max(1, self.per_prompt(path, length)))
+
+    def rows(self, path: str, length: int, text: bool = False) -> int:
+        """Rows of one trace of a path."""
+        if path == FINAL:
+            return max(1, min(STEP_ROWS, self.tokens, self.kept // max(1, self.per_prompt(path, length))))
+        return max(1, self.tokens // length // (self.text_rows if text else 1))
+
+    def halved(self) -> Limits:
+        return replace(self, tokens=max(1, self.tokens // 2), kept=self.kept // 2)
+
+
+UNLIMITED = Limits(1 << 60, 1 << 60, lambda path, length: 1, 1)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Cells of one path and one prompt length. `steps` are to be run; `cells` are all, those done included."""
+
+    path: str
+    length: int
+    steps: tuple[tuple[Cell, ...], ...]
+    cells: tuple[Cell, ...]
+
+    @cached_property
+    def pending(self) -> list[Cell]:
+        return [cell for step in self.steps for cell in step]
+
+    @cached_property
+    def prefixes(self) -> list[tuple[int, ...]]:
+        """Final path: the distinct prefixes of hosts and donors."""
+        prompts = (p for cell in self.cells for p in (cell.host, cell.donor) if p is not None)
+        return list(dict.fromkeys(prompt.ids[:-1] for prompt in prompts))
+
+    @cached_property
+    def captured(self) -> list[Prompt]:
+        """Prompts whose own values are written, or are compared with what an edit made of them."""
+        needed = []
+        for cell in self.cells:
+            if cell.donor is not None and cell.intervention != "state":
+                needed.append(cell.donor)
+            if cell.mode == "random" or cell.intervention == "state":
+                needed.append(cell.host)
+        return distinct(needed)
+
+    @cached_property
+    def captured_layers(self) -> list[int]:
+        return sorted({layer for cell in self.cells if cell.donor is not None for layer in cell.layers})
+
+    @cached_property
+    def entered(self) -> list[Prompt]:
+        """Full path: hosts whose residual stream is kept, for edits that enter above the first layer.
+
+        Empty where the run that reads it would cost as much as it saves.
+        """
+        late = [cell for cell in self.cells if cell.start]
+        hosts = distinct(cell.host for cell in late)
+        saved = sum(cell.start for cell in late)
+        return hosts if saved > len(hosts) * max((cell.start for cell in late), default=0) else []
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Layers at which steps enter; empty when every step runs from the embeddings."""
+        return sorted({cell.start for cell in self.cells if cell.start}) if self.entered else []
+
+    @property
+    def last_read(self) -> int:
+        """Read path: the last layer that has to run."""
+        return max(layer for cell in self.pending for layer in (*cell.layers, *(layer for layer, _ in cell.watch)))
+
+    def layer_tokens(self, depth: int) -> int:
+        """Tokens x layers that running this bundle forwards, on a model of `depth` layers."""
+        length, capture = self.length, 1 + max(self.captured_layers, default=EMBED)
+        if self.path == READ:
+            return len(distinct(cell.host for cell in self.pending)) * length * (1 + self.last_read)
+        if self.path == FINAL:
+            return len(self.prefixes) * (length - 1) * depth + len(self.captured) * capture + len(self.pending) * depth
+        enter = len(self.entered) * max(self.starts, default=0)
+        run = sum(depth - cell.start if self.entered else depth for cell in self.pending)
+        return length * (len(self.captured) * capture + enter + run)
+
+    def traces(self, limits: Limits) -> int:
+        """Traces that running this bundle takes."""
+        rows = max(1, limits.tokens // self.length)
+        chunks = {FINAL: len(self.prefixes), FULL: len(self.entered), READ: 0}[self.path]
+        captures = limits.rows(FINAL, self.length) if self.path == FINAL else rows
+        return len(self.steps) - (-chunks // rows) - (-len(self.captured) // captures)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run, and what it will cost before it is."""
+
+    bundles: tuple[Bundle, ...]
+    depth: int
+    limits: Limits
+    floor_layer_tokens: int
+    cells: int
+    shared: int = 0
+    note: str = ""
+
+    @property
+    def layer_tokens(self) -> int:
+        """Tokens x layers; `shared` of them serve all bundles (the means of a text)."""
+        return self.shared + sum(bundle.layer_tokens(self.depth) for bundle in self.bundles)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens forwarded, in whole forwards."""
+        return -(-self.layer_tokens // self.depth)
+
+    @property
+    def floor(self) -> int:
+        """The tokens of the same cells when nothing that they share runs twice."""
+        return -(-self.floor_layer_tokens // self.depth)
+
+    @property
+    def traces(self) -> int:
+        return sum(bundle.traces(self.limits) for bundle in self.bundles)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The most bytes of caches that are held at once: those of a bundle's prefixes, and one step's copies."""
+        sizes = [0]
+        for bundle in self.bundles:
+            if bundle.path == FINAL:
+                rows = len(bundle.prefixes) + max(map(len, bundle.steps))
+                sizes.append(rows * self.limits.per_prompt(FINAL, bundle.length))
+        return max(sizes)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cells:,} cells, {self.tokens:,} tokens of forward, floor {self.floor:,} "
+            f"({self.traces:,} traces, {self.cache_bytes / 1e6:,.0f} MB of cached state at most){self.note}"
+        )
+
+
+def plan(
+    cells: Sequence[Cell], depth: int, limits: Limits, done: Collection[str] = (), shared: int = 0, note: str = ""
+) -> Plan:
+    """Plan cells (each of different work) on a model of `depth` layers; `done` holds the work that is not needed."""
+    bundles = tuple(_pending(_bundles(cells, limits), done))
+    ideal = _pending(_bundles(cells, UNLIMITED), done)
+    floor = shared + sum(bundle.layer_tokens(depth) for bundle in ideal)
+    return Plan(bundles, depth, limits, floor, sum(len(bundle.pending) for bundle in bundles), shared, note)
+
+
+def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell], str]:
+    """The cells for a family whose cache cannot be continued exactly: final-path cells as full forwards, and a note.
+
+    Raises RunError for a state transplant, which has no other path.
+    """
+    if any(cell.intervention == "state" for cell in cells):
+        raise RunError(f"{family} keeps its state outside the cache: state transplants do not run on it")
+    moved = [replace(cell, path=FULL) if cell.path == FINAL else cell for cell in cells]
+    count = sum(cell.path == FINAL for cell in cells)
+    note = f"; {family} does not continue exactly from a cache: {count:,} final-position cells run as full forwards"
+    return moved, note if count else ""
+
+
+def distinct(prompts) -> list[Prompt]:
+    """Prompts of different token ids, in order."""
+    return list({prompt.ids: prompt for prompt in prompts}.values())
+
+
+def _pending(bundles: Iterator[Bundle], done: Collection[str]) -> Iterator[Bundle]:
+    """What is left of bundles when `done` work drops out; steps keep their other cells."""
+    for bundle in bundles:
+        steps = [tuple(cell for cell in step if cell.work not in done) for step in bundle.steps]
+        if left := tuple(step for step in steps if step):
+            yield replace(bundle, steps=left)
+
+
+def _bundles(cells: Sequence[Cell], limits: Limits) -> Iterator[Bundle]:
+    """Cut cells of one path and shape into bundles whose distinct prompts fit; a host's cells follow one another."""
+    shapes: dict[tuple, dict[tuple[int, ...], list[Cell]]] = {}
+    for cell in cells:
+        shape = (cell.path, len(cell.host), len(cell.host.keys), cell.text)
+        shapes.setdefault(shape, {}).setdefault(cell.host.ids, []).append(cell)
+    for (path, length, _, text), hosts in shapes.items():
+        limit, rows = limits.prompts(path, length), limits.rows(path, length, text)
+        chosen: list[Cell] = []
+        prompts: set[tuple[int, ...]] = set()
+        for cell in (cell for group in hosts.values() for cell in group):
+            own = {cell.host.ids, cell.donor.ids if cell.donor is not None else cell.host.ids}
+            if chosen and len(prompts | own) > limit:
+                yield Bundle(path, length, tuple(_steps(path, chosen, rows)), tuple(chosen))
+                chosen, prompts = [], set()
+            chosen.append(cell)
+            prompts |= own
+        yield Bundle(path, length, tuple(_steps(path, chosen, rows)), tuple(chosen))
+
+
+def _steps(path: str, cells: Sequence[Cell], rows: int) -> Iterator[tuple[Cell, ...]]:
+    """Cut a bundle into traces: at most `rows` rows, and on the full path one edit and one shape."""
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in cells:
+        edit = (cell.intervention, cell.mode, cell.layers, cell.head, len(cell.where))
+        read = (frozenset(layer for layer, _ in cell.watch), len(cell.outcomes), len(cell.host.choices))
+        groups.setdefault((edit, read) if path == FULL else (), []).append(cell)
+    for group in groups.values():
+        if path == READ:
+            yield tuple(group)  # all reads of a host come from one forward
+            continue
+        for start in range(0, len(group), rows):
+            yield tuple(group[start : start + rows])
