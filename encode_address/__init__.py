@@ -19,9 +19,13 @@ from encode_address.circuit import find  # noqa: E402
 from encode_address.errors import EncodeAddressError  # noqa: E402
 from encode_address.models.hybrid import HybridModel  # noqa: E402
 from encode_address.models.loading import load  # noqa: E402
+from encode_address.run.cells import Cell  # noqa: E402
+from encode_address.run.engine import Engine  # noqa: E402
 
 __all__ = [
+    "Cell",
     "EncodeAddressError",
+    "Engine",
     "HybridModel",
     "experiments",
     "find",

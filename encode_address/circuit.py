@@ -27,7 +27,7 @@ from encode_address.run.engine import Engine, git_revision, threads, versions
 from encode_address.run.memory import peak_bytes
 from encode_address.run.store import Store, stored_keys
 from encode_address.stats import estimate
-from encode_address.tasks import Dictionary, Text, dictionary, text_source
+from encode_address.tasks import Dictionary, Prompt, Text, dictionary, text_source
 from encode_address.verdict import Verdict
 
 VARIANTS = ("chat8", "list8", "rev8")
@@ -71,11 +71,16 @@ def find(
     source, tasks = _tasks(model, variants, n, text, pool)
     folder = Path(out) / model.slug
     started = time.monotonic()
+    # Whatever can be refused is refused before the folder is touched: `fresh` forgets what is in it.
+    chunks = _chunks(model, source)
+    drawn = {variant: _draw(variant, task, n, seed) for variant, task in tasks.items()}
+    hosts = [item.host for item in drawn[variants[0]][0][0]["questions"]]
     with Store(folder, fresh=fresh) as store:
         job = _Job(model, source, store, batch_tokens)
-        job.text()
-        for variant, task in tasks.items():
-            job.variant(variant, task, n, seed)
+        job.run("text", job.text_cells(chunks))
+        for variant, (new, old) in drawn.items():
+            selected = job.discover(f"{variant} discovery", *old)
+            job.run(f"{variant} confirmation", job.confirmation_cells(*new, *selected))
         table = job.table()
         verdict = rule.judge(table, model.layout, list(variants))
         files = {
@@ -87,7 +92,7 @@ def find(
                 "git": git_revision(),
                 "rows": len(table),
                 "dropped_words": {variant: list(task.dropped) for variant, task in tasks.items()},
-                "path_gap": path_gap(model, [item.host for item in tasks[variants[0]].questions(GAP_PROMPTS, seed)]),
+                "path_gap": path_gap(model, hosts[:GAP_PROMPTS]),
                 "this_run": {"seconds": round(time.monotonic() - started, 1), **job.account()},
             },
         }
@@ -107,10 +112,10 @@ def dry_run(
     batch_tokens: int | None = None,
     fresh: bool = False,
 ) -> str:
-    """What `find` with these arguments would still cost, as far as it does not depend on results; one line."""
+    """What `find` with these arguments costs from nothing, as far as that does not depend on results."""
     source, tasks = _tasks(model, variants, n, text, pool)
     job = _Job(model, source, None, batch_tokens)
-    cells = job.text_cells()
+    cells = job.text_cells(_chunks(model, source))
     for variant, task in tasks.items():
         new, old = _draw(variant, task, n, seed)
         cells += job.discovery_cells(*old, readers.all_heads(model))
@@ -172,20 +177,10 @@ class _Job:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - started
         return rows
 
-    def text(self) -> None:
+    def text_cells(self, chunks: Sequence[Prompt]) -> list[Cell]:
         """The loss on text, intact and without each block or layer."""
-        self.run("text", self.text_cells())
-
-    def text_cells(self) -> list[Cell]:
-        chunks = self.source.chunks(self.model.tokenizer, "test", n=self.source.count)
         units = self.blocks + removal.single_layers(self.model.layout)
         return removal.text_cells(chunks, units, {"split": "confirmation"})
-
-    def variant(self, variant: str, task: Dictionary, n: int, seed: int) -> None:
-        """Both splits of one variant: select on the one, measure on the other."""
-        new, old = _draw(variant, task, n, seed)
-        selected = self._discover(f"{variant} discovery", *old)
-        self.run(f"{variant} confirmation", self.confirmation_cells(*new, *selected))
 
     def discovery_cells(self, items: dict[str, list], labels: dict, watch: Heads) -> list[Cell]:
         """What discovery measures whatever it finds."""
@@ -194,7 +189,7 @@ class _Job:
             *encode.cells(items["value"] + items["key"], self.blocks, labels),
         ]
 
-    def _discover(self, what: str, items: dict[str, list], labels: dict) -> tuple[list, list, list[str]]:
+    def discover(self, what: str, items: dict[str, list], labels: dict) -> tuple[list, list, list[str]]:
         """Select heads and sets of blocks: (heads to watch, causal heads, sets that the confirmation must test)."""
         rows = self.run(what, self.discovery_cells(items, labels, readers.all_heads(self.model)))
         intact = select(rows, experiment="baseline")
@@ -241,6 +236,10 @@ class _Job:
 
     def _unit(self, name: str) -> Unit:
         return name, self.model.layout.layers_of(name)
+
+
+def _chunks(model: Any, source: Text) -> list[Prompt]:
+    return source.chunks(model.tokenizer, "test", n=source.count)
 
 
 def _draw(variant: str, task: Dictionary, n: int, seed: int) -> tuple[tuple[dict, dict], tuple[dict, dict]]:

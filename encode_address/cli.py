@@ -1,4 +1,4 @@
-"""The command line: `encode-address find | check | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | check | show | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def find(
     dtype: Dtype = None,
     revision: Revision = None,
     out: Annotated[Path, typer.Option(help="results go to OUT/<model>/")] = Path("results"),
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="tokens of one trace at most; default: from free memory")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs in OUT/<model>")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")] = False,
 ) -> None:
     """Find Encode, Address and readers, with controls; write the table, the verdict and the figures."""
     from encode_address import circuit as job
@@ -47,12 +54,17 @@ def find(
 
     chosen = variants.split(",") if variants is not None else ["chat8"] if quick else list(job.VARIANTS)
     pairs = n if n is not None else job.QUICK_N if quick else job.N
-    if len(model) > 1 and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu":
+    if not dry_run and len(model) > 1 and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu":
         options = {"variants": ",".join(chosen), "n": pairs, "seed": seed, "pool": pool, "text": text, "out": out}
+        options |= {"batch-tokens": batch_tokens, "fresh": fresh}
         return side_by_side(model, {**options, "device": device, "dtype": dtype, "revision": revision})
     for name in model:
         loaded = load(name, device=device, dtype=dtype, revision=revision)
-        found = job.find(loaded, chosen, pairs, seed, text, pool, out)
+        asked = (loaded, chosen, pairs, seed, text, pool, out)
+        if dry_run:
+            typer.echo(job.dry_run(*asked, batch_tokens=batch_tokens, fresh=fresh))
+            continue
+        found = job.find(*asked, batch_tokens=batch_tokens, fresh=fresh)
         drawn = draw_all(found.folder)
         typer.echo(job.report(found, loaded))
         for line in card(loaded).get("imposed", []):
@@ -78,6 +90,16 @@ def check(
 
 
 @app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="a results folder of one model, or a folder that holds several")],
+) -> None:
+    """Summarise results: what was run with which model, how far it is, what it cost, the verdict."""
+    from encode_address.show import show as screens
+
+    typer.echo("\n\n".join(screens(folder)))
+
+
+@app.command()
 def figures(folder: Annotated[Path, typer.Argument(help="a results folder of one model")]) -> None:
     """Draw every figure that a results folder's table allows."""
     from encode_address.figures import draw_all
@@ -96,7 +118,8 @@ def main() -> None:
             raise KeyboardInterrupt
         sys.exit(code if isinstance(code, int) else 0)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted; what was finished is kept, and the same command continues", debug, 130)
+        same = "the same command without --fresh" if "--fresh" in arguments else "the same command"
+        _fail(f"interrupted; what was finished is kept, and {same} continues", debug, 130)
     except EncodeAddressError as error:
         _fail(str(error), debug)
     except OSError as error:

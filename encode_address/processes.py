@@ -19,10 +19,11 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 def side_by_side(models: Sequence[str], options: Mapping[str, Any]) -> None:
     """Run `encode-address find` for each model in its own process, as many at once as there are cores.
 
+    `options` are those of `find`, by name: None stands for one that was not given, True and False for a flag.
     Screens are printed in the order of `models`. A model's error stands on stderr as its own process printed it,
     and makes this command exit with that code once the others have finished. Ctrl-C ends them all.
     """
-    given = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    given = [word for name, value in options.items() for word in _words(name, value)]
     given += ["--debug"] if "--debug" in sys.argv else []
     waiting, code = list(models), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -51,6 +52,12 @@ def side_by_side(models: Sequence[str], options: Mapping[str, Any]) -> None:
         raise
     if code:
         raise typer.Exit(code)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    return [f"--{name}"] if value is True else [f"--{name}", str(value)]
 
 
 def _start(command: list[str]) -> subprocess.Popen:

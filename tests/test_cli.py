@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -17,99 +16,12 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file, save_file
 
-import encode_address
 from encode_address.models.loading import BUNDLED, BUNDLED_DIR
+from tests.commands import MODULE, SETTINGS, Commands, Done, files, parts, process
 from tests.test_store import child, leftovers
 
-ROOT = Path(encode_address.__file__).parent.parent
 RESULTS = {"cells.parquet", "summary.csv", "verdict.json", "manifest.json"}
 SCREEN = 30
-SETTINGS = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
-MODULE = (sys.executable, "-m", "encode_address.cli")
-
-# Importing torch and nnsight takes seconds, so it is done once. Every command still gets a process of its own: a
-# fork that has its own file descriptors, signals and exit code, and none of the state another command left.
-SERVER = """
-import json, os, signal, sys, traceback
-import encode_address.circuit, encode_address.figures, encode_address.models.loading
-from encode_address.cli import main
-for line in sys.stdin:
-    order = json.loads(line)
-    if "wait" in order:
-        print(os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1]), flush=True)
-        continue
-    pid = os.fork()
-    if pid:
-        print(pid, flush=True)
-        continue
-    for descriptor, path in enumerate(["/dev/null", order["stdout"], order["stderr"]]):
-        os.dup2(os.open(path, os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT), descriptor)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where pytest runs in the background
-    sys.argv = ["encode-address", *order["arguments"]]
-    code = 1
-    try:
-        exec(order["before"])
-        main()
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-"""
-
-
-@dataclass(frozen=True)
-class Done:
-    """A command that ended. A negative code is the signal that ended it."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    def error(self) -> str:
-        """The one line of a command that failed as it should."""
-        assert "Traceback" not in self.stderr, self.stderr
-        lines = self.stderr.splitlines()
-        assert len(lines) == 1, self.stderr
-        assert lines[0].startswith("error: ")
-        assert self.code == 2
-        assert self.stdout == ""
-        return lines[0].removeprefix("error: ")
-
-
-class Commands:
-    """Runs `encode-address` commands, each in a fork of one process that has imported the package."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._files = folder, {}
-        server = [sys.executable, "-c", SERVER]
-        self._server = subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **SETTINGS)
-
-    def start(self, *arguments: object, before: str = "") -> int:
-        """Start a command and return its process id; `before` is code that its process runs first."""
-        base = self.folder / f"command-{len(self._files)}"
-        stdout, stderr = base.with_suffix(".stdout"), base.with_suffix(".stderr")
-        order = {"arguments": [*map(str, arguments)], "before": before, "stdout": str(stdout), "stderr": str(stderr)}
-        pid = self._ask(order)
-        self._files[pid] = stdout, stderr
-        return pid
-
-    def wait(self, pid: int) -> Done:
-        code = self._ask({"wait": pid})
-        return Done(code, *(path.read_text() for path in self._files[pid]))
-
-    def run(self, *arguments: object, before: str = "") -> Done:
-        return self.wait(self.start(*arguments, before=before))
-
-    def close(self) -> None:
-        self._server.stdin.close()
-        self._server.wait(timeout=60)
-
-    def _ask(self, order: dict) -> int:
-        print(json.dumps(order), file=self._server.stdin, flush=True)
-        return int(self._server.stdout.readline())
 
 
 @pytest.fixture(scope="module")
@@ -117,21 +29,6 @@ def commands(tmp_path_factory) -> Iterator[Commands]:
     server = Commands(tmp_path_factory.mktemp("commands"))
     yield server
     server.close()
-
-
-def process(*arguments: object, program: tuple[str, ...] = MODULE) -> Done:
-    """A command as a user runs it, imports and all."""
-    ended = subprocess.run([*program, *map(str, arguments)], capture_output=True, **SETTINGS)
-    return Done(ended.returncode, ended.stdout, ended.stderr)
-
-
-def parts(folder: Path) -> list[Path]:
-    """The finished parts of a results folder that may not be there yet."""
-    return sorted((folder / ".parts").glob("*.parquet"))
-
-
-def files(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
 
 
 # -- what is given wrongly ------------------------------------------------------------------------
@@ -148,6 +45,9 @@ def given(tmp_path_factory) -> Path:
     (folder / "empty").mkdir()
     (folder / "damaged").mkdir()
     (folder / "damaged" / "cells.parquet").write_text("not a table")
+    (folder / "old" / "tiny-mamba2" / ".parts").mkdir(parents=True)
+    (folder / "old" / "tiny-mamba2" / ".parts" / "written-by.json").write_text('{"encode_address": "0.0.1"}')
+    (folder / "old" / "tiny-mamba2" / ".lock").write_text("")
     hybrid = json.loads((BUNDLED_DIR / "tiny-gdn" / "config.json").read_text())
     for kind in ("full_attention", "linear_attention"):
         config_only(folder, kind, {**hybrid, "layer_types": [kind] * hybrid["num_hidden_layers"]})
@@ -211,6 +111,18 @@ BAD = {  # what is wrong: (the command, what its one line says)
     "unknown command": ("search", r"No such command 'search'.*see encode-address --help"),
     "figures of nothing": ("figures GIVEN/empty", r"no GIVEN/empty/cells\.parquet: give the folder of a finished run"),
     "figures of a damaged table": ("figures GIVEN/damaged", r"GIVEN/damaged/cells\.parquet cannot be read.*run again"),
+    "no tokens": (f"{FIND} --batch-tokens 0", r"'--batch-tokens'.* 1 .*see encode-address --help"),
+    "tokens not a number": (f"{FIND} --batch-tokens all", r"'--batch-tokens'.*see encode-address --help"),
+    "show of nothing": ("show GIVEN/empty", "no results in GIVEN/empty: give the results folder of a model"),
+    "show of no folder": ("show GIVEN/none", "no results in GIVEN/none: give"),
+    "show of a file": ("show GIVEN/file", "no results in GIVEN/file: give"),
+    "show of a model": ("show GIVEN/plain", "no results in GIVEN/plain: give"),
+    "show of a damaged table": ("show GIVEN/damaged", r"GIVEN/damaged/cells\.parquet cannot be read.*run again"),
+    "show without a folder": ("show", r"Missing argument 'folder'.*see encode-address --help"),
+    "rows of another version": (
+        "find --model tiny-mamba2 --variants chat8 --n 4 --out GIVEN/old",
+        r"GIVEN/old/tiny-mamba2 holds rows of encode_address 0\.0\.1, .*--fresh, or choose another --out",
+    ),
     "out is a file": ("find --model tiny-gdn --out GIVEN/file", "cannot write to GIVEN/file/tiny-gdn: "),
     "out is not writable": ("find --model tiny-gdn --out /proc/none", "cannot write to /proc/none/tiny-gdn: "),
 }
@@ -365,6 +277,72 @@ def test_a_bad_second_model_keeps_the_results_of_the_first(commands, found):
     assert {path.name for path in found.folder.iterdir()} >= RESULTS
 
 
+def test_show_sums_up_what_find_did(commands, found):
+    verdict = next(line for line in found.done.stdout.splitlines() if " in tiny-mamba2: Encode " in line)
+    rows = len(pd.read_parquet(found.folder / "cells.parquet"))
+    before = files(found.folder)
+    done = commands.run("show", found.folder)
+    assert (done.code, done.stderr) == (0, "")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[:2] == [str(found.folder), "model tiny-mamba2, float32, sdpa, cpu, local"]
+    assert "command variants chat8, n 8, seed 0, pool A, text bundled" in lines
+    assert any(line.startswith("all ") and line.endswith(f" {rows:,}") for line in lines)
+    assert any(line.startswith("tokens ") and " forwarded, floor " in line for line in lines)
+    assert lines[-1] == verdict
+    assert len(lines) <= SCREEN
+    assert commands.run("show", found.folder.parent) == done
+    assert files(found.folder) == before
+
+
+def test_fresh_computes_all_rows_again(commands, found, tmp_path):
+    copy = shutil.copytree(found.folder, tmp_path / "tiny-mamba2")
+    (copy / "notes.txt").write_text("mine")
+    before = {*parts(copy)}
+    command = ["find", "--model", "tiny-mamba2", "--variants", "chat8", "--n", "8", "--out", str(tmp_path)]
+    done = commands.run(*command, "--fresh")
+    assert (done.code, done.stderr) == (0, "")
+    assert not before & {*parts(copy)}
+    assert (copy / "notes.txt").read_text() == "mine"
+    tables = [pd.read_parquet(folder / "cells.parquet") for folder in (copy, found.folder)]
+    pd.testing.assert_frame_equal(*tables, check_exact=False, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [[], ["--fresh"], ["--model", "tiny-gdn"]])
+def test_a_dry_run_says_what_it_would_cost_and_writes_nothing(commands, found, tmp_path, options):
+    """Where there is no folder, and where there are results."""
+    models = ["tiny-mamba2", *options[1:]]
+    for out in (tmp_path / "none", found.folder.parent):
+        before = {path: path.stat().st_mtime_ns for path in out.rglob("*")} if out.exists() else {}
+        command = ["find", "--model", "tiny-mamba2", "--variants", "chat8", "--n", "8", "--out", str(out)]
+        done = commands.run(*command, "--dry-run", *options)
+        assert (done.code, done.stderr) == (0, "")
+        costs = re.findall(r"([\d,]+) cells, ([\d,]+) tokens of forward, floor ([\d,]+)", done.stdout)
+        assert len(costs) == len(models)
+        assert out.exists() == bool(before)
+        assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_several_models_get_the_options_of_the_command(commands, tmp_path):
+    """Each in a process of its own; here every process only prints what it was asked to do."""
+    asked = ["--variants", "chat8", "--n", "4", "--out", str(tmp_path), "--batch-tokens", "999", "--fresh"]
+    command = ["find", "--model", "tiny-gdn", "--model", "tiny-mamba2", *asked]
+    done = commands.run(*command, before="sys.executable = '/bin/echo'")
+    assert (done.code, done.stderr) == (0, "")
+    for line, model in zip(done.stdout.splitlines(), ("tiny-gdn", "tiny-mamba2"), strict=True):
+        assert f"find --model {model} " in line
+        assert " --batch-tokens 999 --fresh" in line
+        assert "--dry-run" not in line
+        assert "False" not in line
+
+
+def test_ctrl_c_of_a_fresh_run_does_not_send_the_user_back_to_the_start(commands, tmp_path):
+    interrupt = "import encode_address.circuit as c\ndef find(*_, **__): os.kill(os.getpid(), 2)\nc.find = find"
+    command = ["find", "--model", "tiny-mamba2", "--variants", "chat8", "--out", tmp_path]
+    same = "interrupted; what was finished is kept, and the same command{} continues\n"
+    assert commands.run(*command, "--fresh", before=interrupt).stderr == same.format(" without --fresh")
+    assert commands.run(*command, before=interrupt).stderr == same.format("")
+
+
 @pytest.mark.parametrize("model", ["tiny-gdn", "GIVEN/plain"])
 def test_check_reports_that_all_is_well(commands, given, model):
     """A folder is checked as quietly as a bundled name."""
@@ -372,15 +350,17 @@ def test_check_reports_that_all_is_well(commands, given, model):
     assert (done.code, done.stderr) == (0, "")
     findings = [line.split(maxsplit=1) for line in done.stdout.splitlines()[3:]]
     assert {mark for mark, _ in findings} == {"ok"}
-    assert len(findings) == 6
+    assert len(findings) == 7
     assert "9 layers, 6 linear, 3 softmax" in done.stdout
 
 
 OPTIONS = {
-    "find": "--model --variants --n --seed --quick --pool --text --device --dtype --revision --out",
+    "find": "--model --variants --n --seed --quick --pool --text --device --dtype --revision --out"
+    " --batch-tokens --fresh --dry-run",
     "check": "model --device --dtype --revision",
+    "show": "folder",
     "figures": "folder",
-    "": "find check figures --debug",
+    "": "find check show figures --debug",
 }
 
 

@@ -7,14 +7,17 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 from collections.abc import Sequence
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from encode_address import __version__
 from encode_address.errors import StoreError
 from encode_address.run.store import Store, write_text
 
@@ -34,12 +37,13 @@ def child(code: str, *arguments: object, wrapper: Sequence[str] = ()) -> subproc
         root = Path(sys.argv[1])
         package = types.ModuleType("encode_address")
         package.__path__ = [str(root / "encode_address")]
+        package.__version__ = VERSION
         sys.modules["encode_address"] = package
         from encode_address.errors import StoreError
         from encode_address.run.store import Store, write_text
         folder = Path(sys.argv[2])
     """
-    script = textwrap.dedent(setup) + textwrap.dedent(code)
+    script = textwrap.dedent(setup).replace("VERSION", repr(__version__)) + textwrap.dedent(code)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     command = [*wrapper, sys.executable, "-c", script, root, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -143,6 +147,40 @@ def test_a_damaged_part_is_named(tmp_path):
     part.write_bytes(part.read_bytes()[:50])
     with Store(tmp_path) as store, pytest.raises(StoreError, match=rf"{part.name} cannot be read; delete it"):
         store.keys()
+
+
+# -- memory -------------------------------------------------------------------------------
+def test_memory_is_flat_over_many_appends(tmp_path):
+    """200 parts of 50 rows of 2 kB are 20 MB; what may grow is the map of keys, about 150 bytes a row."""
+
+    def append(part: int) -> None:
+        store.append([{"key": f"{part:04}{i:020}", "said": f"{part},{i}" + "x" * 2000} for i in range(50)])
+
+    with Store(tmp_path) as store:
+        for part in range(20):  # what is allocated once, is
+            append(part)
+        tracemalloc.start()
+        before, arrow = tracemalloc.get_traced_memory()[0], pa.total_allocated_bytes()
+        for part in range(20, 200):
+            append(part)
+        rows = store.table(sorted(store.keys())[:100])
+        assert len(rows) == 100
+        del rows
+        grown = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert pa.total_allocated_bytes() - arrow < 1_000_000
+        assert grown < 180 * 50 * 250, grown
+
+
+def test_a_table_reads_the_parts_of_its_rows_only(tmp_path):
+    with Store(tmp_path) as store:
+        store.append(ROWS[:3])
+        (first,) = store.parts.glob("*.parquet")
+        store.append(ROWS[3:])
+        first.write_bytes(b"damaged")
+        assert store.table(["k5", "k3"]).to_dict("records") == [ROWS[5], ROWS[3]]
+        with pytest.raises(StoreError, match=rf"{first.name} cannot be read; delete it"):
+            store.table(["k5", "k0"])
 
 
 # -- two processes ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from encode_address.run.plan import Limits
 SHARE = 0.25  # of the free memory, for one trace's activations, and again for what a bundle keeps
 # A small model gains nothing from more, and a fixed number keeps its batches, and so its table, the same.
 MOST_TOKENS = {"cpu": 8192, "cuda": 32768}
-MOST_KEPT = {"cpu": 512 << 20, "cuda": 1 << 60}
+MOST_KEPT = {"cpu": 256 << 20, "cuda": 1 << 60}
 UNKNOWN = 4 << 30  # free bytes assumed where the system does not say
 
 
