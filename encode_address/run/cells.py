@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,11 @@ ON_PATH = {
     FULL: ("none", "remove", "transplant", "query", "key", "heads"),
     READ: ("none", "truncate"),
 }
+MODES = {  # how a verb is done; the first is what it means when nothing is said
+    "remove": ("zero", "mean"),
+    "transplant": ("outputs", "embeddings", "random"),
+    "state": ("recurrent", "conv", "both"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +35,8 @@ class Cell:
     """What is done to which prompt, and what is read.
 
     `layers` are those whose mixer is touched (query, key: softmax layers; truncate: the last layer that runs);
-    `where` the patched host positions, `source` the donor's (both equally many; a state is always the one before
-    the last token). `mode` refines the verb: remove takes zero, mean; transplant outputs, embeddings, random;
-    state recurrent, conv, both. `head` narrows heads and query to one softmax head.
+    `where` the patched host positions, `source` the donor's (a state is always the one before the last token).
+    `mode` refines the verb (see MODES), `head` narrows heads and query to one softmax head.
 
     `outcomes` names token ids: each becomes a true/false column, and `margin` is the logit of the first minus
     that of the second. `watch` lists heads (layer, head) whose attention from the last position is read, as mass
@@ -70,6 +74,8 @@ class Cell:
         if self.intervention == "state":
             object.__setattr__(self, "where", self.host.final)
             object.__setattr__(self, "source", self.host.final)
+        if not self.mode and self.intervention in MODES:
+            object.__setattr__(self, "mode", MODES[self.intervention][0])
         if not self.path:
             object.__setattr__(self, "path", self._fitting_path())
         self._validate()
@@ -85,27 +91,34 @@ class Cell:
         return self.where == self.source == self.host.final and EMBED not in self.layers and len(self.host) > 1
 
     def _validate(self) -> None:
-        problem = ""
-        if self.intervention not in ON_PATH[self.path] and self.intervention != "replace":
-            problem = f"the {self.path} path does not run {self.intervention}"
-        elif self.path == FINAL and (self.text or not (self._at_the_end or not self.layers)):
-            problem = "the final path runs edits at the last position of prompts of two tokens or more"
-        elif self.path == FINAL and len(self.host) < 2:
-            problem = "the final path needs prompts of two tokens or more"
-        elif self.path == READ and (self.text or (self.intervention == "none" and self.outcomes)):
-            problem = "the read path reads attention, and answers of truncated models"
-        elif self.intervention in ("state", "query", "key", "transplant") and self.donor is None:
-            problem = f"{self.intervention} needs a donor"
-        elif self.intervention in ("query", "key") and self.where != self.source:
-            problem = f"{self.intervention} keeps its position: where and source must be the same"
-        elif self.intervention == "query" and self.where != self.host.final:
-            problem = "query is edited at the last position"
-        elif self.intervention == "state" and self.mode not in ("recurrent", "conv", "both"):
-            problem = f"state has the modes recurrent, conv and both, not {self.mode!r}"
-        elif self.intervention == "truncate" and (len(self.layers) != 1 or self.watch):
-            problem = "truncate takes one layer, the last that runs, and watches no head"
+        problem = next((text for wrong, text in self._rules() if wrong), "")
         if problem:
             raise RunError(f"{problem}: {self.columns()}")
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        """What a cell must not be, in pairs (whether it is, what to say)."""
+        verb, length = self.intervention, len(self.host)
+        patches = verb in ("transplant", "state", "query", "key")
+        inside = all(0 <= p < length for p in (*self.where, *self.source))
+        yield self.path not in ON_PATH, f"unknown path {self.path!r}: use one of {', '.join(ON_PATH)}"
+        yield verb not in ON_PATH[self.path], f"the {self.path} path does not run {verb}"
+        yield self.path == FINAL and length < 2, "the final path needs prompts of two tokens or more"
+        yield self.path == FINAL and patches and not self._at_the_end, "the final path edits the last position only"
+        yield (
+            self.text and bool(self.watch or self.outcomes or self.path != FULL),
+            "a text is measured by its loss alone",
+        )
+        yield self.path == READ and verb == "none" and not self.watch, "nothing is asked: give outcomes, watch or text"
+        yield self.path == READ and verb == "none" and bool(self.outcomes), "the read path reads attention, not answers"
+        yield patches and (self.donor is None or not self.where), f"{verb} needs a donor, and positions"
+        yield not patches and self.donor is not None, f"{verb} takes no donor"
+        yield len(self.where) != len(self.source) or not inside, "where and source must be equally many positions"
+        yield verb in ("query", "key") and self.where != self.source, f"{verb} keeps its position: where and source"
+        yield verb == "query" and self.where != self.host.final, "query is edited at the last position"
+        yield verb in MODES and self.mode not in MODES.get(verb, ()), f"{verb} has no mode {self.mode!r}"
+        yield verb == "heads" and (self.head < 0 or len(self.layers) != 1), "heads takes one layer and one head"
+        yield verb == "truncate" and (len(self.layers) != 1 or bool(self.watch)), "truncate takes one layer, no watch"
+        yield EMBED in self.layers and verb != "transplant", f"{verb} does not run on the embeddings"
 
     @property
     def start(self) -> int:

@@ -141,9 +141,11 @@ class Engine:
     def _plan(self, works: Mapping[str, tuple[Cell, list]], note: str = "") -> Plan:
         done = {work for work, (_, twins) in works.items() if not twins}
         cells = [cell for cell, _ in works.values()]
-        shared = 0
+        shared = (0, 0)
         if self._means is None and any(c.mode == "mean" and c.work not in done for c in cells):
-            shared = sum(map(len, self._mean_chunks())) * self.depth
+            chunks = self._mean_chunks()
+            rows = max(1, self.limits.tokens // len(chunks[0]))
+            shared = sum(map(len, chunks)) * self.depth, -(-len(chunks) // rows)
         return plan(cells, self.depth, self.limits, done, shared, note)
 
     def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
@@ -59,6 +60,9 @@ def free_bytes(device: torch.device) -> int:
 
 def peak_bytes() -> int:
     """The most memory this process has had."""
+    with contextlib.suppress(OSError, StopIteration):  # Linux; getrusage would count a parent's memory too
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10
 

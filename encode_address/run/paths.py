@@ -38,7 +38,7 @@ from encode_address.run.edits import (
     set_value,
     zero_head,
 )
-from encode_address.run.plan import Bundle, distinct
+from encode_address.run.plan import Bundle, hosts_of
 
 Seen = dict[str, Any]
 Edits = list[tuple[tuple, list[Cell]]]  # an edit for `apply_edits`, and the cells that it serves
@@ -231,7 +231,7 @@ def _entry(engine: Any, bundle: Bundle) -> tuple[dict, dict]:
         for kept, name in ((residual, "residual"), (attention, "attention")):
             for layer, value in seen[name].items():
                 kept[layer].append(value)
-    row = {host.ids: i for i, host in enumerate(bundle.entered)}
+    row = {host.digest: i for i, host in enumerate(bundle.entered)}
     residual, attention = ({k: torch.cat(v) for k, v in kept.items()} for kept in (residual, attention))
     return {**residual, "row": row}, attention
 
@@ -239,7 +239,7 @@ def _entry(engine: Any, bundle: Bundle) -> tuple[dict, dict]:
 def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: dict, residual: dict, attention: dict) -> Seen:
     model, layers, embed = engine.model, engine.model.layers, engine.model.embed
     ids, start = ids_of([cell.host for cell in cells]), cells[0].start if bundle.entered else 0
-    rows = torch.tensor([residual["row"][cell.host.ids] for cell in cells]) if start else None
+    rows = torch.tensor([residual["row"][cell.host.digest] for cell in cells]) if start else None
     entering = residual[start][rows.to(model.device)] if start else None
     plan = _full_edits(engine, cells, own)
     edits = [edit for edit, _ in plan]
@@ -307,14 +307,14 @@ def _taken(own: dict, what: tuple, cells: Sequence[Cell], of_host: bool = False)
 def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
     """Attention of the intact model, and answers of truncated ones, many reads in one forward."""
     model, layers, last = engine.model, engine.model.layers, bundle.last_read
-    hosts = distinct(cell.host for cell in bundle.pending)
-    row = {host.ids: i for i, host in enumerate(hosts)}
+    hosts = hosts_of(bundle.cells)
+    row = {host.digest: i for i, host in enumerate(hosts)}
     plain = [cell for cell in bundle.pending if cell.intervention == "none"]
     exits: dict[int, list[Cell]] = {}
     for cell in bundle.pending:
         if cell.intervention == "truncate":
             exits.setdefault(cell.layers[0], []).append(cell)
-    rows = {i: torch.tensor([row[c.host.ids] for c in cells], device=model.device) for i, cells in exits.items()}
+    rows = {i: torch.tensor([row[c.host.digest] for c in cells], device=model.device) for i, cells in exits.items()}
     tokens = {i: asked(cells) for i, cells in exits.items()}
     watch, norm, head, scaling = _ops(model, watched(plain)), model.final_norm, model.lm_head, model.logits_scaling
     entries = entries_of(hosts) if watch else None
@@ -329,7 +329,7 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
                 seen["answer"][i] = measure.answer(logits, tokens[i])
         tracer.stop()
     if plain:
-        index = torch.tensor([row[cell.host.ids] for cell in plain], device=model.device)
+        index = torch.tensor([row[cell.host.digest] for cell in plain], device=model.device)
         yield plain, {"attention": {i: mass[index] for i, mass in seen["attention"].items()}}
     for i, cells in exits.items():
         engine.verify([], {"change": {}}, seen["answer"][i]["finite"], cells)

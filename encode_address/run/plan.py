@@ -11,7 +11,7 @@ that stops early, or enters late, counts for the layers it ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -52,9 +52,6 @@ class Limits:
         return replace(self, tokens=max(1, self.tokens // 2), kept=self.kept // 2)
 
 
-UNLIMITED = Limits(1 << 60, 1 << 60, lambda path, length: 1, 1)
-
-
 @dataclass(frozen=True)
 class Bundle:
     """Cells of one path and one prompt length. `steps` are to be run; `cells` are all, those done included."""
@@ -77,13 +74,7 @@ class Bundle:
     @cached_property
     def captured(self) -> list[Prompt]:
         """Prompts whose own values are written, or are compared with what an edit made of them."""
-        needed = []
-        for cell in self.cells:
-            if cell.donor is not None and cell.intervention != "state":
-                needed.append(cell.donor)
-            if cell.mode == "random" or cell.intervention == "state":
-                needed.append(cell.host)
-        return distinct(needed)
+        return distinct(prompt for cell in self.cells for prompt in _captured(cell))
 
     @cached_property
     def captured_layers(self) -> list[int]:
@@ -96,7 +87,7 @@ class Bundle:
         Empty where the run that reads it would cost as much as it saves.
         """
         late = [cell for cell in self.cells if cell.start]
-        hosts = distinct(cell.host for cell in late)
+        hosts = hosts_of(late)
         saved = sum(cell.start for cell in late)
         return hosts if saved > len(hosts) * max((cell.start for cell in late), default=0) else []
 
@@ -108,13 +99,13 @@ class Bundle:
     @property
     def last_read(self) -> int:
         """Read path: the last layer that has to run."""
-        return max(layer for cell in self.pending for layer in (*cell.layers, *(layer for layer, _ in cell.watch)))
+        return max(_last_read(cell) for cell in self.pending)
 
     def layer_tokens(self, depth: int) -> int:
         """Tokens x layers that running this bundle forwards, on a model of `depth` layers."""
         length, capture = self.length, 1 + max(self.captured_layers, default=EMBED)
         if self.path == READ:
-            return len(distinct(cell.host for cell in self.pending)) * length * (1 + self.last_read)
+            return len(hosts_of(self.cells)) * length * (1 + self.last_read)
         if self.path == FINAL:
             return len(self.prefixes) * (length - 1) * depth + len(self.captured) * capture + len(self.pending) * depth
         enter = len(self.entered) * max(self.starts, default=0)
@@ -138,13 +129,13 @@ class Plan:
     limits: Limits
     floor_layer_tokens: int
     cells: int
-    shared: int = 0
+    shared: tuple[int, int] = (0, 0)
     note: str = ""
 
     @property
     def layer_tokens(self) -> int:
-        """Tokens x layers; `shared` of them serve all bundles (the means of a text)."""
-        return self.shared + sum(bundle.layer_tokens(self.depth) for bundle in self.bundles)
+        """Tokens x layers. `shared` are those, and the traces, that serve all bundles: the means of a text."""
+        return self.shared[0] + sum(bundle.layer_tokens(self.depth) for bundle in self.bundles)
 
     @property
     def tokens(self) -> int:
@@ -153,12 +144,12 @@ class Plan:
 
     @property
     def floor(self) -> int:
-        """The tokens of the same cells when nothing that they share runs twice."""
+        """The least tokens that these cells can take: what they share of a prompt runs once, and no further than needed."""
         return -(-self.floor_layer_tokens // self.depth)
 
     @property
     def traces(self) -> int:
-        return sum(bundle.traces(self.limits) for bundle in self.bundles)
+        return self.shared[1] + sum(bundle.traces(self.limits) for bundle in self.bundles)
 
     @property
     def cache_bytes(self) -> int:
@@ -178,13 +169,50 @@ class Plan:
 
 
 def plan(
-    cells: Sequence[Cell], depth: int, limits: Limits, done: Collection[str] = (), shared: int = 0, note: str = ""
+    cells: Sequence[Cell],
+    depth: int,
+    limits: Limits,
+    done: Collection[str] = (),
+    shared: tuple[int, int] = (0, 0),
+    note: str = "",
 ) -> Plan:
     """Plan cells (each of different work) on a model of `depth` layers; `done` holds the work that is not needed."""
     bundles = tuple(_pending(_bundles(cells, limits), done))
-    ideal = _pending(_bundles(cells, UNLIMITED), done)
-    floor = shared + sum(bundle.layer_tokens(depth) for bundle in ideal)
-    return Plan(bundles, depth, limits, floor, sum(len(bundle.pending) for bundle in bundles), shared, note)
+    pending = [cell for bundle in bundles for cell in bundle.pending]
+    return Plan(bundles, depth, limits, shared[0] + _floor(pending, depth), len(pending), shared, note)
+
+
+def _floor(cells: Sequence[Cell], depth: int) -> int:
+    """Tokens x layers that no way to bundle these cells goes below: what a prompt is needed for runs once, and no
+    further than one of its cells needs."""
+    once: dict[tuple, int] = {}
+    starts: dict[tuple, list[int]] = {}
+    total = 0
+
+    def need(what: tuple, cost: int) -> None:
+        once[what] = max(cost, once.get(what, 0))
+
+    for cell in cells:
+        length, ids = len(cell.host), cell.host.ids
+        tokens = 1 if cell.path == FINAL else length
+        if cell.path == READ:
+            need((READ, ids), tokens * (1 + _last_read(cell)))
+            continue
+        total += tokens * depth
+        for prompt in (cell.host, cell.donor) if cell.path == FINAL else ():
+            if prompt is not None:
+                need((FINAL, prompt.ids[:-1]), (length - 1) * depth)
+        for prompt in _captured(cell):
+            need((cell.path, "own", prompt.ids), tokens * (1 + max(cell.layers, default=EMBED)))
+        if cell.path == FULL:
+            starts.setdefault(ids, []).append(tokens * cell.start)
+    return total + sum(once.values()) - sum(sum(saved) - max(saved) for saved in starts.values())
+
+
+def _captured(cell: Cell) -> list[Prompt]:
+    """Prompts whose own values a cell writes, or is compared with."""
+    needed = [cell.donor] if cell.donor is not None and cell.intervention != "state" else []
+    return [*needed, cell.host] if cell.mode == "random" or cell.intervention == "state" else needed
 
 
 def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell], str]:
@@ -205,6 +233,11 @@ def distinct(prompts) -> list[Prompt]:
     return list({prompt.ids: prompt for prompt in prompts}.values())
 
 
+def hosts_of(cells: Iterable[Cell]) -> list[Prompt]:
+    """The hosts of cells. Equal ids with other spans are other hosts: their entries lie elsewhere."""
+    return list({cell.host.digest: cell.host for cell in cells}.values())
+
+
 def _pending(bundles: Iterator[Bundle], done: Collection[str]) -> Iterator[Bundle]:
     """What is left of bundles when `done` work drops out; steps keep their other cells."""
     for bundle in bundles:
@@ -223,14 +256,23 @@ def _bundles(cells: Sequence[Cell], limits: Limits) -> Iterator[Bundle]:
         limit, rows = limits.prompts(path, length), limits.rows(path, length, text)
         chosen: list[Cell] = []
         prompts: set[tuple[int, ...]] = set()
-        for cell in (cell for group in hosts.values() for cell in group):
-            own = {cell.host.ids, cell.donor.ids if cell.donor is not None else cell.host.ids}
+        for group in _uncut(hosts.values(), limit):
+            own = {prompt.ids for cell in group for prompt in (cell.host, cell.donor) if prompt is not None}
             if chosen and len(prompts | own) > limit:
                 yield Bundle(path, length, tuple(_steps(path, chosen, rows)), tuple(chosen))
                 chosen, prompts = [], set()
-            chosen.append(cell)
+            chosen += group
             prompts |= own
         yield Bundle(path, length, tuple(_steps(path, chosen, rows)), tuple(chosen))
+
+
+def _uncut(hosts: Iterable[list[Cell]], limit: int) -> Iterator[list[Cell]]:
+    """What a bundle holds whole: the cells of a host; those of one of its donors where a host's prompts do not fit."""
+    for cells in hosts:
+        donors: dict[tuple[int, ...], list[Cell]] = {}
+        for cell in cells:
+            donors.setdefault((cell.donor or cell.host).ids, []).append(cell)
+        yield from [cells] if len({cells[0].host.ids, *donors}) <= limit else donors.values()
 
 
 def _steps(path: str, cells: Sequence[Cell], rows: int) -> Iterator[tuple[Cell, ...]]:
@@ -246,3 +288,8 @@ def _steps(path: str, cells: Sequence[Cell], rows: int) -> Iterator[tuple[Cell, 
             continue
         for start in range(0, len(group), rows):
             yield tuple(group[start : start + rows])
+
+
+def _last_read(cell: Cell) -> int:
+    """Read path: the last layer that a cell needs (-1: none)."""
+    return max((*cell.layers, *(layer for layer, _ in cell.watch)), default=EMBED)
