@@ -18,6 +18,7 @@ import torch
 from nnsight.modeling.transformers import TransformersModel
 
 from encode_address.errors import ModelError, TaskError
+from encode_address.interventions import read_cache
 from encode_address.models.families import Family
 from encode_address.models.layout import Block, Layout
 
@@ -49,6 +50,7 @@ class HybridModel:
         self.folder, self.revision, self.remote = folder, revision, remote
         self.config = self.lm._module.config.get_text_config()
         self._fingerprint: str | None = None
+        self._cache_sizes: tuple[int, int] | None = None  # bytes: fixed, and per token
 
     # -- uniform names -------------------------------------------------------
     @property
@@ -137,6 +139,18 @@ class HybridModel:
                     digest.update(f"{key}{tuple(value.shape)}{value.dtype}{_weigh(value)}".encode())
             self._fingerprint = digest.hexdigest()[:16]
         return self._fingerprint
+
+    def cache_bytes(self, length: int) -> int:
+        """The size of one prompt's cache: states, and keys and values of `length` tokens. One token is run to see."""
+        if self._cache_sizes is None:
+            with torch.no_grad(), self.trace([[0]], use_cache=True, logits_to_keep=1) as tracer:
+                cache = tracer.result.cache.save()
+            sizes = {True: 0, False: 0}
+            for layer in read_cache(cache):
+                for name, tensor in layer.items():
+                    sizes[name in ("keys", "values")] += tensor.numel() * tensor.element_size()
+            self._cache_sizes = sizes[False], sizes[True]
+        return self._cache_sizes[0] + self._cache_sizes[1] * length
 
     # -- running -------------------------------------------------------------
     def encode(self, prompts: Any) -> dict[str, torch.Tensor]:

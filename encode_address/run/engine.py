@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 import transformers
 
 from encode_address.errors import RunError
-from encode_address.interventions import mixer_output, read_cache
+from encode_address.interventions import mixer_output
 from encode_address.run.batch import ids_of
 from encode_address.run.cells import Cell, context_of
 from encode_address.run.memory import limits, out_of_memory
@@ -59,8 +58,7 @@ class Engine:
         self.depth = len(model.layout.kinds)
         self.layer_tokens = self.traces = 0  # forwarded so far: tokens x layers, traces
         self.planned_layer_tokens = self.floor_layer_tokens = 0
-        with _threads(model):
-            self.limits = limits(model, self._cache_bytes, batch_tokens)
+        self.limits = limits(model, batch_tokens)
         self._means: dict[int, torch.Tensor] | None = None
 
     @property
@@ -183,22 +181,6 @@ class Engine:
     def _fitting(self, cells: Sequence[Cell]) -> tuple[Sequence[Cell], str]:
         family = self.model.family
         return (cells, "") if family.continues else without_continuation(cells, family.name)
-
-    @cached_property
-    def _cache_sizes(self) -> tuple[int, int]:
-        """Bytes of a prompt's cache: what does not grow with its length, and what a token adds."""
-        with torch.no_grad(), self.model.trace([[0]], use_cache=True, logits_to_keep=1) as tracer:
-            cache = tracer.result.cache.save()
-        fixed = grown = 0
-        for layer in read_cache(cache):
-            for name, tensor in layer.items():
-                size = tensor.numel() * tensor.element_size()
-                fixed, grown = (fixed, grown + size) if name in ("keys", "values") else (fixed + size, grown)
-        return fixed, grown
-
-    def _cache_bytes(self, length: int) -> int:
-        fixed, grown = self._cache_sizes
-        return fixed + grown * length
 
     def facts(self) -> dict[str, Any]:
         """The columns that are the same for every row of this model; with its cell they determine a row."""

@@ -16,15 +16,12 @@ from encode_address.run.plan import Limits
 SHARE = 0.25  # of the free memory, for one trace's activations, and again for what a bundle keeps
 # A small model gains nothing from more, and a fixed number keeps its batches, and so its table, the same.
 MOST_TOKENS = {"cpu": 8192, "cuda": 32768}
-MOST_KEPT = {"cpu": 256 << 20, "cuda": 1 << 60}
+MOST_KEPT = {"cpu": 512 << 20, "cuda": 1 << 60}
 UNKNOWN = 4 << 30  # free bytes assumed where the system does not say
 
 
-def limits(model: Any, cache_bytes: Any, batch_tokens: int | None = None) -> Limits:
-    """Limits for `model` where it lies; `cache_bytes(length)` is the size of one prompt's cache.
-
-    `batch_tokens` overrides what free memory gives.
-    """
+def limits(model: Any, batch_tokens: int | None = None) -> Limits:
+    """Limits for `model` where it lies; `batch_tokens` overrides what free memory gives."""
     config, place = model.config, "cuda" if model.device.type == "cuda" else "cpu"
     size, free = next(model.module.parameters()).element_size(), free_bytes(model.device)
     hidden, depth = config.hidden_size, len(model.layout.kinds)
@@ -34,7 +31,7 @@ def limits(model: Any, cache_bytes: Any, batch_tokens: int | None = None) -> Lim
 
     def per_prompt(path: str, length: int) -> int:
         # A full-path bundle keeps residual streams and outputs, at most two of each per layer and token.
-        return cache_bytes(length) if path == FINAL else 2 * depth * hidden * size * length
+        return model.cache_bytes(length) if path == FINAL else 2 * depth * hidden * size * length
 
     logits = 3 * 4 * config.vocab_size  # of one token, with the copies that a loss makes
     return Limits(tokens, min(MOST_KEPT[place], int(free * SHARE)), per_prompt, 1 + logits // per_token)

@@ -124,15 +124,20 @@ def _continue(engine: Any, cells: Sequence[Cell], cache: Any, saved: list, place
 
 def _swapped(model: Any, cells: Sequence[Cell], saved: list, rows: torch.Tensor, place: dict) -> dict:
     """For state transplants: (layer, name) -> the prefix row that each cell takes that state from."""
-    out: dict[tuple[int, str], torch.Tensor] = {}
+    groups: dict[tuple, list[int]] = {}
     for i, cell in enumerate(cells):
         if cell.intervention == "state":
-            for layer in cell.layers:
-                for name in ("recurrent", "conv") if cell.mode == "both" else (cell.mode,):
-                    if name not in saved[layer]:
-                        kind = model.layout.kinds[layer]
-                        raise RunError(f"{model.name}: L{layer} is a {kind} layer and has no {name} state")
-                    out.setdefault((layer, name), rows.clone())[i] = place[cell.donor.ids[:-1]]
+            groups.setdefault((cell.layers, cell.mode), []).append(i)
+    out: dict[tuple[int, str], torch.Tensor] = {}
+    for (layers, mode), which in groups.items():
+        taken = torch.tensor([place[cells[i].donor.ids[:-1]] for i in which])
+        for layer in layers:
+            for name in ("recurrent", "conv") if mode == "both" else (mode,):
+                if name not in saved[layer]:
+                    raise RunError(
+                        f"{model.name}: L{layer} is a {model.layout.kinds[layer]} layer, it has no {name} state"
+                    )
+                out.setdefault((layer, name), rows.clone())[which] = taken
     return out
 
 
