@@ -1,171 +1,86 @@
-"""Cells: batches cover every cell once and mix nothing, keys differ exactly where the row could."""
+"""Cells: keys differ exactly where the row could, and each goes on the cheapest path that can run it."""
 
 import dataclasses
-from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encode_address.errors import RunError, TaskError
-from encode_address.run.cells import EMBED, FINAL, Cell, bundles, slices
+from encode_address.errors import RunError
+from encode_address.run.cells import EMBED, FINAL, FULL, INTERVENTIONS, READ, Cell, context_of
 from encode_address.tasks.prompts import Prompt
 
-LENGTHS = (4, 5, 7)
+
+def prompt(length: int, first: int = 0, last: int = 90, choices: int = 0) -> Prompt:
+    """Tokens that count up from `first`, and a last one; with first = 2, a dictionary of two entries."""
+    spans = {"final": (length - 1,)}
+    keys = ("a", "b") if first == 2 and length > 3 else ()
+    spans |= {f"entry {i}": (i,) for i in range(len(keys))}
+    return Prompt((*range(first, first + length - 1), last), spans, keys=keys, choices=tuple(range(choices)))
+
+
 PROMPTS = [
-    Prompt(tuple(range(start, start + length)), {"final": (length - 1,)}, choices=tuple(range(choices)))
-    for length in LENGTHS
-    for start in (0, 1, 2)
+    prompt(length, first, last, choices)
+    for length in (1, 4, 5, 8)
+    for first in (0, 1, 2)
+    for last in (90, 91)  # prompts of one first and length share their prefix
     for choices in (0, 2)
 ]
-prompts = st.sampled_from(PROMPTS)
-layers = st.sampled_from([(0,), (0, 1), (2,), (0, 2), (EMBED,)])
-watches = st.lists(st.tuples(st.sampled_from([1, 3]), st.integers(0, 1)), max_size=2, unique=True).map(tuple)
+VERBS = ("none", "remove", "heads", "transplant", "embeddings", "query", "key", "state", "truncate", "text")
+LAYERS = [(0,), (0, 1), (2,), (0, 2), (3,), (1, 2, 5)]
 outcomes = st.sampled_from([(), (("correct", 1),), (("correct", 1), ("swapped", 2)), (("correct", 2), ("kept", 1))])
+watches = st.lists(st.tuples(st.sampled_from([1, 3]), st.integers(0, 1)), max_size=2, unique=True).map(tuple)
 
 
 @st.composite
-def final_cells(draw):
-    """A cell of the final path: nothing done, or mixer outputs of the last position from a donor."""
-    host = draw(prompts)
+def cells(draw, verbs=VERBS, pool=PROMPTS):
+    """Any cell that a model of 6 layers could be given, on each path that takes it."""
+    host = draw(st.sampled_from(pool))
+    donor = draw(st.sampled_from([p for p in pool if len(p) == len(host)]))
+    long = len(host) > 1
+    verb = draw(st.sampled_from([v for v in verbs if long or v != "state"]))
     shared = {
-        "path": FINAL,
         "outcomes": draw(outcomes),
         "watch": draw(watches),
+        "seed": draw(st.integers(-1, 1)),
         "labels": draw(st.dictionaries(st.sampled_from(["block", "pair"]), st.integers(0, 3))),
     }
-    if draw(st.booleans()):
-        return Cell("none", host, **shared)
-    donor = draw(prompts.filter(lambda p: len(p) == len(host)))
-    touched = draw(layers.filter(lambda chosen: EMBED not in chosen))
-    return Cell("transplant", host, donor=donor, layers=touched, where=host.final, source=host.final, **shared)
-
-
-@st.composite
-def cells(draw):
-    """Any cell of the full path: patched with a donor of the host's length, or edited without one."""
-    host = draw(prompts)
-    shared = {
-        "layers": draw(layers),
-        "mode": draw(st.sampled_from(["", "zero", "mean", "outputs", "embeddings"])),
-        "head": draw(st.sampled_from([-1, 0, 1])),
-        "outcomes": draw(outcomes),
-        "watch": draw(watches),
-        "text": draw(st.booleans()),
-        "labels": draw(st.dictionaries(st.sampled_from(["block", "pair"]), st.integers(0, 3))),
-    }
-    if draw(st.booleans()):
-        verb = draw(st.sampled_from(["none", "remove", "heads"]))
-        return Cell(verb, host, **shared | ({"layers": ()} if verb == "none" else {}))
-    donor = draw(prompts.filter(lambda p: len(p) == len(host)))
+    layers, path = draw(st.sampled_from(LAYERS)), draw(st.sampled_from(["", FULL]))
+    at_the_end = {"donor": donor, "where": host.final, "source": host.final, "layers": layers}
+    if verb == "none":
+        path = draw(st.sampled_from([FULL, READ, FINAL] if long else [FULL, READ]))
+        if path == READ:
+            shared |= {"outcomes": (), "watch": shared["watch"] or ((1, 0),)}
+        return Cell("none", host, path, **shared)
+    if verb == "text":
+        touched = draw(st.sampled_from([(), layers]))
+        mode = draw(st.sampled_from(["zero", "mean"])) if touched else ""
+        return Cell("remove" if touched else "none", host, layers=touched, mode=mode, text=True)
+    if verb == "remove":
+        return Cell("remove", host, layers=layers, mode=draw(st.sampled_from(["zero", "mean"])), **shared)
+    if verb == "heads":
+        return Cell("heads", host, layers=layers[-1:], head=draw(st.integers(0, 1)), mode="zero", **shared)
+    if verb == "truncate":
+        return Cell("truncate", host, layers=layers[-1:], **shared | {"watch": ()})
+    if verb == "state":
+        mode = draw(st.sampled_from(["recurrent", "conv", "both"]))
+        return Cell("state", host, layers=layers, donor=donor, mode=mode, **shared)
+    if verb == "query":
+        return Cell("query", host, path, head=draw(st.integers(-1, 1)), **at_the_end, **shared)
     where = draw(st.lists(st.integers(0, len(host) - 1), min_size=1, max_size=3, unique=True).map(tuple))
-    return Cell("transplant", host, donor=donor, where=where, source=where, **shared)
-
-
-def ids(some) -> Counter:
-    return Counter(map(id, some))
-
-
-# -- batches --------------------------------------------------------------------------------
-@given(st.lists(cells(), max_size=40), st.integers(1, 60))
-@settings(max_examples=150, deadline=None)
-def test_slices_cover_every_cell_once_and_mix_nothing(plan, batch_tokens):
-    """A slice is one trace: one edit, one shape, one set of watched layers; its rows fit the budget."""
-    batches = list(slices(plan, batch_tokens))
-    assert ids(cell for batch in batches for cell in batch) == ids(plan)
-    for batch in batches:
-        assert len(batch) >= 1
-        assert len({(c.intervention, c.mode, c.layers, c.head) for c in batch}) == 1
-        assert len({(len(c.host), len(c.where), len(c.source), c.donor is None, c.text) for c in batch}) == 1
-        assert len({(len(c.outcomes), len(c.host.choices)) for c in batch}) == 1
-        assert len({frozenset(layer for layer, _ in c.watch) for c in batch}) == 1
-        assert len(batch) == 1 or sum(len(c.host) for c in batch) <= batch_tokens
-
-
-@given(st.lists(cells(), max_size=40), st.integers(1, 60))
-@settings(max_examples=50, deadline=None)
-def test_slices_keep_the_order_of_one_edit(plan, batch_tokens):
-    """Within an edit and shape the rows come in the order of the plan, so that donors are captured in sequence."""
-    place = {id(cell): i for i, cell in enumerate(plan)}
-    for batch in slices(plan, batch_tokens):
-        places = [place[id(cell)] for cell in batch]
-        assert places == sorted(places)
-
-
-def test_slices_are_as_full_as_the_budget_allows():
-    plan = [Cell("none", PROMPTS[0]) for _ in range(10)]  # 4 tokens each
-    assert [len(batch) for batch in slices(plan, 13)] == [3, 3, 3, 1]
-    assert [len(batch) for batch in slices(plan, 1)] == [1] * 10
-    assert list(slices([], 13)) == []
-
-
-def test_edits_over_the_same_donors_follow_one_another():
-    """Three blocks of the same pairs: slice by slice, all blocks on the same donors, which are then run once."""
-    pairs = [(PROMPTS[0], PROMPTS[2]), (PROMPTS[2], PROMPTS[4]), (PROMPTS[4], PROMPTS[0])]
-    plan = [
-        Cell("transplant", host, layers=(layer,), donor=donor, where=(3,), source=(3,), mode="outputs")
-        for layer in (0, 1, 2)
-        for host, donor in pairs
-    ]
-    donors = [tuple(id(cell.donor) for cell in batch) for batch in slices(plan, 8)]
-    assert len(donors) == 6
-    assert len({d for d in donors[:3]}) == len({d for d in donors[3:]}) == 1
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"intervention": "remove"},
-        {"layers": (EMBED,)},
-        {"where": (1,)},
-        {"source": (1,)},
-    ],
-    ids=str,
-)
-def test_the_final_path_takes_only_what_it_can_run(wrong):
-    """Removal, embeddings and earlier positions need the whole prompt; a cell that asks otherwise is refused."""
-    host, donor = PROMPTS[0], PROMPTS[2]
-    right = {"intervention": "transplant", "layers": (0,), "where": host.final, "source": host.final}
-    Cell(host=host, donor=donor, path=FINAL, **right)
-    with pytest.raises(RunError, match="final path"):
-        Cell(host=host, donor=donor, path=FINAL, **(right | wrong))
-
-
-@given(st.lists(final_cells(), max_size=40), st.integers(1, 60))
-@settings(max_examples=150, deadline=None)
-def test_bundles_cover_every_cell_once_and_fit_their_prefixes(plan, batch_tokens):
-    """A bundle is one prefix run: one length, and its distinct prompts fit the budget (or are a single pair)."""
-    batches = list(bundles(plan, batch_tokens))
-    assert ids(cell for batch in batches for cell in batch) == ids(plan)
-    for batch in batches:
-        assert batch
-        assert len({len(cell.host) for cell in batch}) == 1
-        needed = {p.ids for cell in batch for p in (cell.host, cell.donor) if p}
-        assert len(needed) <= 2 or sum(map(len, needed)) <= batch_tokens
-
-
-def test_a_bundle_holds_the_cells_of_a_pair_together():
-    """All edits of a pair share its two prefixes: pairs, not edits, are cut apart."""
-    plan = [
-        Cell(
-            "transplant",
-            PROMPTS[0],
-            path=FINAL,
-            layers=(n,),
-            donor=PROMPTS[2],
-            where=(3,),
-            source=(3,),
-            labels={"pair": pair},
-        )
-        for n in (0, 1, 2)
-        for pair in (0, 1)
-    ]
-    other = [dataclasses.replace(c, host=PROMPTS[4], labels={"pair": 2}) for c in plan[::2]]
-    assert [{c.labels["pair"] for c in batch} for batch in bundles(plan + other, 8)] == [{0, 1}, {2}]
+    if verb == "key":
+        return Cell("key", host, **at_the_end | {"where": where, "source": where}, **shared)
+    if verb == "embeddings":
+        where = draw(st.sampled_from([where, host.final]))
+        return Cell("transplant", host, layers=(EMBED,), donor=donor, where=where, source=where, mode=verb, **shared)
+    mode = draw(st.sampled_from(["outputs", "random"]))
+    if draw(st.booleans()):
+        return Cell("transplant", host, path, mode=mode, **at_the_end, **shared)
+    return Cell("transplant", host, mode=mode, **at_the_end | {"where": where, "source": where}, **shared)
 
 
 # -- keys -------------------------------------------------------------------------------------
-CONTEXT = {"model": "tiny", "dtype": "float32", "text_source": ""}
+CONTEXT = context_of({"model": "tiny", "dtype": "float32", "text_source": ""})
 
 
 def content(cell: Cell) -> tuple:
@@ -177,16 +92,20 @@ def content(cell: Cell) -> tuple:
     return tuple(fields.items())
 
 
-@given(cells(), cells())
+@given(st.tuples(cells(), cells()) | cells().map(lambda cell: (cell, dataclasses.replace(cell))))
 @settings(max_examples=300, deadline=None)
-def test_two_cells_have_one_key_exactly_when_they_say_the_same(a, b):
+def test_two_cells_have_one_key_exactly_when_they_say_the_same(pair):
+    a, b = pair
     assert (a.key(CONTEXT) == b.key(CONTEXT)) == (content(a) == content(b))
-    assert a.key(CONTEXT) == dataclasses.replace(a, labels=dict(reversed(a.labels.items()))).key(dict(CONTEXT))
+    bare_a, bare_b = (content(dataclasses.replace(cell, labels={})) for cell in (a, b))
+    assert (a.work == b.work) == (bare_a == bare_b)
+    assert a.key(CONTEXT) == dataclasses.replace(a, labels=dict(reversed(a.labels.items()))).key(CONTEXT)
 
 
 BASE = Cell(
     "transplant",
     Prompt((1, 2, 3, 4), {"final": (3,), "entry 0": (0, 1)}, query=0, choices=(7, 8)),
+    path=FULL,
     layers=(2, 4, 5),
     where=(3,),
     donor=Prompt((1, 2, 5, 4), {"final": (3,)}, choices=(7, 8)),
@@ -198,7 +117,7 @@ BASE = Cell(
     labels={"variant": "chat8", "block": "G1", "pair": 0},
 )
 CHANGES = {
-    "intervention": {"intervention": "state"},
+    "intervention": {"intervention": "key", "mode": ""},
     "host ids": {"host": dataclasses.replace(BASE.host, ids=(1, 2, 3, 5))},
     "host spans": {"host": dataclasses.replace(BASE.host, spans={"final": (3,), "entry 0": (0,)})},
     "host query": {"host": dataclasses.replace(BASE.host, query=1)},
@@ -206,20 +125,20 @@ CHANGES = {
     "path": {"path": FINAL},
     "layers": {"layers": (2, 4)},
     "layers in another run": {"layers": (2, 3, 5)},
-    "embeddings": {"layers": (EMBED,)},
-    "embeddings and a layer": {"layers": (EMBED, 2)},
+    "embeddings": {"layers": (EMBED,), "mode": "embeddings"},
+    "embeddings and a layer": {"layers": (EMBED, 2), "mode": "embeddings"},
     "where": {"where": (2,)},
     "source": {"source": (2,)},
-    "no donor": {"donor": None},
     "donor ids": {"donor": dataclasses.replace(BASE.donor, ids=(1, 2, 6, 4))},
     "mode": {"mode": "random"},
-    "head": {"head": 0},
+    "head": {"intervention": "query", "mode": "", "head": 0},
     "seed": {"seed": 1},
     "outcome token": {"outcomes": (("redirected", 7), ("kept", 9))},
     "outcome name": {"outcomes": (("redirected", 7), ("stayed", 8))},
     "outcome order": {"outcomes": (("kept", 8), ("redirected", 7))},
     "watched head": {"watch": ((3, 1),)},
-    "text": {"text": True},
+    "no measures": {"outcomes": (), "watch": ()},
+    "text": {"outcomes": (), "watch": (), "text": True},
     "longer host": {
         "host": dataclasses.replace(BASE.host, ids=(1, 2, 3, 4, 5)),
         "donor": dataclasses.replace(BASE.donor, ids=(1, 2, 3, 4, 6)),
@@ -233,24 +152,6 @@ CHANGES = {
 }
 
 
-SEPARATE = (  # what one trace cannot do, or can not stack into one tensor
-    "intervention", "layers", "layers in another run", "embeddings", "embeddings and a layer", "no donor", "mode", "head", "text",
-    "longer host", "more positions", "more choices", "fewer outcomes", "other watched layer",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SEPARATE)
-def test_cells_that_one_trace_cannot_run_never_share_a_slice(name):
-    other = dataclasses.replace(BASE, **CHANGES[name])
-    assert sorted(map(len, slices([BASE, other, BASE, other], 1000))) == [2, 2]
-
-
-@pytest.mark.parametrize("name", sorted(set(CHANGES) - set(SEPARATE)))
-def test_cells_that_one_trace_can_run_share_a_slice(name):
-    other = dataclasses.replace(BASE, **CHANGES[name])
-    assert list(map(len, slices([BASE, other], 1000))) == [2]
-
-
 def test_every_factor_changes_the_key_and_in_its_own_way():
     keys = {name: dataclasses.replace(BASE, **change).key(CONTEXT) for name, change in CHANGES.items()}
     keys["nothing"] = BASE.key(CONTEXT)
@@ -258,25 +159,87 @@ def test_every_factor_changes_the_key_and_in_its_own_way():
     assert {field.name for field in dataclasses.fields(Cell)} == {name for c in CHANGES.values() for name in c}
 
 
+def test_labels_change_the_row_but_not_the_work():
+    """Cells that differ in their labels only run once, so their work must be the same, and nothing else's."""
+    works = {name: dataclasses.replace(BASE, **change).work for name, change in CHANGES.items()}
+    assert {name for name, work in works.items() if work == BASE.work} == {"a label", "a further label"}
+    assert len(set(works.values())) == len(works) - 1
+
+
 @pytest.mark.parametrize("change", [{"model": "other"}, {"dtype": "bfloat16"}, {"text_source": "t:1"}, {"torch": "2"}])
 def test_the_context_changes_the_key(change):
-    assert BASE.key({**CONTEXT, **change}) != BASE.key(CONTEXT)
+    facts = {"model": "tiny", "dtype": "float32", "text_source": ""}
+    assert BASE.key(context_of({**facts, **change})) != BASE.key(context_of(facts))
+    assert context_of(dict(reversed(facts.items()))) == context_of(facts)
 
 
-# -- cells --------------------------------------------------------------------------------------
-def test_a_cell_refuses_a_donor_of_another_length():
-    with pytest.raises(TaskError, match=r"same number of tokens; these have \[4, 5\]"):
-        Cell("transplant", PROMPTS[0], donor=Prompt((1, 2, 3, 4, 5)), layers=(0,), where=(0,), source=(0,))
+# -- paths --------------------------------------------------------------------------------------
+HOST, DONOR = prompt(5), prompt(5, first=1)
+PATCHED = {"layers": (2,), "donor": DONOR, "where": (4,), "source": (4,)}
+ANSWER = {"outcomes": (("correct", 1),)}
 
 
-@pytest.mark.parametrize("wrong", [("bananas", (0,)), ("none", (0,)), ("remove", ())])
-def test_an_intervention_is_one_of_the_words_and_edits_some_layer(wrong):
-    """A misspelt verb would otherwise run as an intact model under its own label."""
-    verb, touched = wrong
-    with pytest.raises(RunError):
-        Cell(verb, PROMPTS[0], layers=touched)
+@pytest.mark.parametrize(
+    ("verb", "more", "path"),
+    [
+        ("none", {"watch": ((3, 0),)}, READ),
+        ("none", ANSWER, FULL),
+        ("none", {**ANSWER, "watch": ((3, 0),)}, FULL),
+        ("none", {"text": True}, FULL),
+        ("remove", {"layers": (2,), "mode": "zero"}, FULL),
+        ("heads", {"layers": (2,), "head": 1}, FULL),
+        ("transplant", PATCHED, FINAL),
+        ("transplant", {**PATCHED, "mode": "random"}, FINAL),
+        ("transplant", {**PATCHED, "donor": HOST}, FINAL),
+        ("transplant", {**PATCHED, "where": (3,), "source": (3,)}, FULL),
+        ("transplant", {**PATCHED, "where": (3, 4), "source": (3, 4)}, FULL),
+        ("transplant", {**PATCHED, "source": (3,)}, FULL),
+        ("transplant", {**PATCHED, "where": (3,)}, FULL),
+        ("transplant", {**PATCHED, "layers": (EMBED,)}, FULL),
+        ("transplant", {**PATCHED, "layers": (EMBED, 2)}, FULL),
+        ("state", {"layers": (2,), "donor": DONOR, "mode": "recurrent"}, FINAL),
+        ("query", PATCHED, FINAL),
+        ("query", {**PATCHED, "head": 1}, FINAL),
+        ("key", PATCHED, FULL),
+        ("key", {**PATCHED, "where": (0, 1), "source": (0, 1)}, FULL),
+        ("truncate", {"layers": (2,), **ANSWER}, READ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_path_is_the_cheapest_that_can_run_the_cell(verb, more, path):
+    cell = Cell(verb, HOST, **more)
+    assert cell.path == cell.columns()["path"] == path
 
 
+def test_every_intervention_has_a_default_path():
+    """No word of the tables is left out of the test above, but the one that does not exist yet."""
+    marks = test_the_path_is_the_cheapest_that_can_run_the_cell.pytestmark
+    assert {case[0] for case in marks[0].args[1]} == set(INTERVENTIONS) - {"replace"}
+
+
+@pytest.mark.parametrize("verb", ["transplant", "query", "key"])
+def test_a_prompt_of_one_token_never_gets_the_final_path(verb):
+    """Nothing comes before its last token, so there is no cache to continue from."""
+    host, donor = prompt(1), prompt(1, last=91)
+    edit = {"layers": (2,), "donor": donor, "where": (0,), "source": (0,)}
+    assert Cell(verb, host, **edit).path == FULL
+    with pytest.raises(RunError, match="the final path"):
+        Cell(verb, host, FINAL, **edit)
+
+
+@given(cells())
+@settings(max_examples=200, deadline=None)
+def test_what_is_on_the_final_path_leaves_every_position_before_the_last_alone(cell):
+    if cell.path == FINAL:
+        assert len(cell.host) > 1
+        assert cell.where == cell.source == (cell.host.final if cell.layers else ())
+        assert EMBED not in cell.layers
+        assert not cell.text
+    if cell.path == READ:
+        assert cell.intervention == "truncate" or (not cell.layers and not cell.outcomes)
+
+
+# -- what a cell says of itself -----------------------------------------------------------------
 def test_columns_are_the_factors_and_win_over_labels():
     assert BASE.columns() == {
         **BASE.labels,
@@ -289,8 +252,15 @@ def test_columns_are_the_factors_and_win_over_labels():
         "prompt": BASE.host.digest,
         "donor_prompt": BASE.donor.digest,
     }
-    assert dataclasses.replace(BASE, layers=(EMBED,)).columns()["layers"] == "embed"
+    assert dataclasses.replace(BASE, layers=(EMBED,), mode="embeddings").columns()["layers"] == "embed"
     assert dataclasses.replace(BASE, labels={"mode": "x"}).columns()["mode"] == "outputs"
+
+
+@pytest.mark.parametrize("given_where", [(), (0,)])
+def test_a_state_is_the_one_before_the_last_token_whatever_is_said(given_where):
+    cell = Cell("state", HOST, layers=(2,), donor=DONOR, mode="both", where=given_where, source=given_where)
+    assert cell.where == cell.source == (4,)
+    assert cell.work == Cell("state", HOST, layers=(2,), donor=DONOR, mode="both").work
 
 
 @pytest.mark.parametrize(
@@ -302,10 +272,29 @@ def test_columns_are_the_factors_and_win_over_labels():
         ({"where": (1,), "source": (1,)}, True),  # donor and host are the same up to the patched position
         ({"where": (0, 2), "source": (0, 2)}, False),
         ({"donor": BASE.host, "mode": "random"}, False),
-        ({"intervention": "remove", "donor": None, "where": (), "source": ()}, False),
-        ({"intervention": "none", "layers": (), "donor": None, "where": (), "source": ()}, True),
+        ({"intervention": "remove", "mode": "zero", "donor": None, "where": (), "source": ()}, False),
+        ({"intervention": "none", "mode": "", "layers": (), "donor": None, "where": (), "source": ()}, True),
     ],
 )
 def test_only_an_edit_that_writes_the_hosts_own_values_is_null(change, null):
     """A null edit is excused from having to fire; an edit that should move something never is."""
     assert dataclasses.replace(BASE, **change).is_null is null
+
+
+@pytest.mark.parametrize(
+    ("donor", "null"),
+    [(prompt(5), True), (prompt(5, last=91), True), (prompt(5, first=1), False)],
+    ids=["itself", "another last token", "another prefix"],
+)
+def test_a_state_transplant_is_null_when_the_prefixes_are_the_same(donor, null):
+    """The state before the last token has not seen it; an output at the last position has."""
+    assert Cell("state", HOST, layers=(2,), donor=donor, mode="recurrent").is_null is null
+    assert Cell("transplant", HOST, **{**PATCHED, "donor": donor}).is_null is (donor.ids == HOST.ids)
+
+
+@pytest.mark.parametrize(
+    ("layers", "start"), [((3,), 3), ((2, 5), 2), ((5, 2), 2), ((0, 4), 0), ((EMBED,), 0), ((EMBED, 4), 0)]
+)
+def test_the_start_is_the_first_layer_that_runs_otherwise(layers, start):
+    assert dataclasses.replace(BASE, layers=layers, mode="embeddings" if EMBED in layers else "").start == start
+    assert Cell("none", HOST, **ANSWER).start == 0

@@ -155,4 +155,4 @@ def test_another_option_never_reuses_a_row(results) -> None:
     task = ea.tasks.dictionary(model, "chat8")
     plan = ea.experiments.baseline.cells(task.swaps(3, seed=5), labels={"variant": "chat8", "split": "confirmation"})
     engine = Engine(model, ea.tasks.text_source("bundled", True))
-    assert not before & {cell.key(engine.facts()) for cell in plan}
+    assert not before & set(engine.keys(plan))

@@ -27,6 +27,7 @@ MODES = {  # how a verb is done; the first is what it means when nothing is said
     "remove": ("zero", "mean"),
     "transplant": ("outputs", "embeddings", "random"),
     "state": ("recurrent", "conv", "both"),
+    "heads": ("zero",),
 }
 
 
@@ -75,7 +76,8 @@ class Cell:
             object.__setattr__(self, "where", self.host.final)
             object.__setattr__(self, "source", self.host.final)
         if not self.mode and self.intervention in MODES:
-            object.__setattr__(self, "mode", MODES[self.intervention][0])
+            embedded = self.intervention == "transplant" and EMBED in self.layers
+            object.__setattr__(self, "mode", "embeddings" if embedded else MODES[self.intervention][0])
         if not self.path:
             object.__setattr__(self, "path", self._fitting_path())
         self._validate()
@@ -97,28 +99,32 @@ class Cell:
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """What a cell must not be, in pairs (whether it is, what to say)."""
-        verb, length = self.intervention, len(self.host)
+        verb, length, places = self.intervention, len(self.host), (*self.where, *self.source)
         patches = verb in ("transplant", "state", "query", "key")
-        inside = all(0 <= p < length for p in (*self.where, *self.source))
+        modes = MODES.get(verb, ("",))
+        embedded = EMBED in self.layers
         yield self.path not in ON_PATH, f"unknown path {self.path!r}: use one of {', '.join(ON_PATH)}"
         yield verb not in ON_PATH[self.path], f"the {self.path} path does not run {verb}"
         yield self.path == FINAL and length < 2, "the final path needs prompts of two tokens or more"
         yield self.path == FINAL and patches and not self._at_the_end, "the final path edits the last position only"
-        yield (
-            self.text and bool(self.watch or self.outcomes or self.path != FULL),
-            "a text is measured by its loss alone",
-        )
-        yield self.path == READ and verb == "none" and not self.watch, "nothing is asked: give outcomes, watch or text"
-        yield self.path == READ and verb == "none" and bool(self.outcomes), "the read path reads attention, not answers"
+        yield self.text and bool(self.watch or self.outcomes or self.path != FULL), "a text gives its loss alone"
+        if self.path == READ and verb == "none":
+            yield bool(self.outcomes), "the read path reads attention, not answers"
+            yield not self.watch, "nothing is asked: give outcomes, watch or text"
         yield patches and (self.donor is None or not self.where), f"{verb} needs a donor, and positions"
-        yield not patches and self.donor is not None, f"{verb} takes no donor"
-        yield len(self.where) != len(self.source) or not inside, "where and source must be equally many positions"
+        yield not patches and bool(self.donor is not None or places), f"{verb} takes no donor and no positions"
+        yield len(self.where) != len(self.source), "where and source must be equally many positions"
+        yield not all(0 <= p < length for p in places), f"a position is outside the prompt of {length} tokens"
+        yield len({*self.where}) != len(self.where) or len({*self.layers}) != len(self.layers), "named twice"
         yield verb in ("query", "key") and self.where != self.source, f"{verb} keeps its position: where and source"
         yield verb == "query" and self.where != self.host.final, "query is edited at the last position"
-        yield verb in MODES and self.mode not in MODES.get(verb, ()), f"{verb} has no mode {self.mode!r}"
+        yield self.mode not in modes, f"{verb} has no mode {self.mode!r}"
         yield verb == "heads" and (self.head < 0 or len(self.layers) != 1), "heads takes one layer and one head"
+        yield verb not in ("heads", "query") and self.head != -1, f"{verb} takes no head"
         yield verb == "truncate" and (len(self.layers) != 1 or bool(self.watch)), "truncate takes one layer, no watch"
-        yield EMBED in self.layers and verb != "transplant", f"{verb} does not run on the embeddings"
+        yield min(self.layers, default=0) < EMBED, "layers count from 0"
+        yield embedded and verb != "transplant", f"{verb} does not run on the embeddings"
+        yield embedded != (self.mode == "embeddings"), "the mode embeddings and the layer of embeddings go together"
 
     @property
     def start(self) -> int:

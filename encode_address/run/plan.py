@@ -248,16 +248,16 @@ def _pending(bundles: Iterator[Bundle], done: Collection[str]) -> Iterator[Bundl
 
 def _bundles(cells: Sequence[Cell], limits: Limits) -> Iterator[Bundle]:
     """Cut cells of one path and shape into bundles whose distinct prompts fit; a host's cells follow one another."""
-    shapes: dict[tuple, dict[tuple[int, ...], list[Cell]]] = {}
+    shapes: dict[tuple, dict[str, list[Cell]]] = {}
     for cell in cells:
         shape = (cell.path, len(cell.host), len(cell.host.keys), cell.text)
-        shapes.setdefault(shape, {}).setdefault(cell.host.ids, []).append(cell)
+        shapes.setdefault(shape, {}).setdefault(cell.host.digest, []).append(cell)
     for (path, length, _, text), hosts in shapes.items():
         limit, rows = limits.prompts(path, length), limits.rows(path, length, text)
         chosen: list[Cell] = []
-        prompts: set[tuple[int, ...]] = set()
+        prompts: set[str] = set()
         for group in _uncut(hosts.values(), limit):
-            own = {prompt.ids for cell in group for prompt in (cell.host, cell.donor) if prompt is not None}
+            own = {prompt.digest for cell in group for prompt in (cell.host, cell.donor) if prompt is not None}
             if chosen and len(prompts | own) > limit:
                 yield Bundle(path, length, tuple(_steps(path, chosen, rows)), tuple(chosen))
                 chosen, prompts = [], set()
@@ -269,10 +269,10 @@ def _bundles(cells: Sequence[Cell], limits: Limits) -> Iterator[Bundle]:
 def _uncut(hosts: Iterable[list[Cell]], limit: int) -> Iterator[list[Cell]]:
     """What a bundle holds whole: the cells of a host; those of one of its donors where a host's prompts do not fit."""
     for cells in hosts:
-        donors: dict[tuple[int, ...], list[Cell]] = {}
+        donors: dict[str, list[Cell]] = {}
         for cell in cells:
-            donors.setdefault((cell.donor or cell.host).ids, []).append(cell)
-        yield from [cells] if len({cells[0].host.ids, *donors}) <= limit else donors.values()
+            donors.setdefault((cell.donor or cell.host).digest, []).append(cell)
+        yield from [cells] if len({cells[0].host.digest, *donors}) <= limit else donors.values()
 
 
 def _steps(path: str, cells: Sequence[Cell], rows: int) -> Iterator[tuple[Cell, ...]]:
