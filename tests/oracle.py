@@ -1,8 +1,10 @@
 """The independent oracle: every intervention again, with plain torch hooks on a plain transformers module.
 
 Nothing here knows nnsight or this package's interventions, engine or family records: modules are found by their
-own names, caches are copied and expanded by transformers' own methods, attention is read from eager weights.
-An edit is a function of a module's output (or of an output projection's input) that returns what to put there.
+own names, caches are copied and expanded by transformers' own methods, attention is read from eager weights, and
+edited within an attention function of our own.
+An edit is a function of a module's output (or of an output projection's input) that returns what to put there;
+an inner edit is a function of the query and key that attention receives.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
 
 EMBED = -1
 Edit = Callable[[torch.Tensor], torch.Tensor]
+Inner = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Expected = list[dict]  # per cell: "logits" (vocab,) or "loss", and layer -> attention (heads, keys)
 
 
@@ -36,10 +40,17 @@ class Oracle:
         self.heads = module.config.get_text_config().num_attention_heads
 
     # -- forwards ------------------------------------------------------------------
-    def run(self, ids: torch.Tensor, edits: dict[int, Edit] | None = None, heads: dict[int, int] | None = None, **kw):
-        """One forward over whole prompts with edits by layer and heads to remove by layer. transformers' output."""
+    def run(
+        self,
+        ids: torch.Tensor,
+        edits: dict[int, Edit] | None = None,
+        heads: dict[int, int] | None = None,
+        inner: dict[int, Inner] | None = None,
+        **kw,
+    ):
+        """One forward over whole prompts with edits, heads to remove and inner edits by layer. transformers' output."""
         kw = {"use_cache": False, "attention_mask": torch.ones_like(ids), **kw}
-        with torch.no_grad(), self._hooked(edits or {}, heads or {}):
+        with torch.no_grad(), self._hooked(edits or {}, heads or {}), self._inside(inner or {}):
             return self.module(input_ids=ids, **kw)
 
     def logits(self, ids: torch.Tensor, edits: dict[int, Edit] | None = None, **kw) -> torch.Tensor:
@@ -79,9 +90,32 @@ class Oracle:
                 hook.remove()
         return rows
 
-    def losses(self, ids: torch.Tensor, edits: dict[int, Edit] | None = None) -> torch.Tensor:
+    def queries_and_keys(self, ids: torch.Tensor, layers: Sequence[int], **kw) -> dict[int, tuple]:
+        """What softmax layers' attention receives, untouched: layer -> (query, key), (batch, heads, positions, dim)."""
+        seen: dict[int, tuple] = {}
+
+        def keep(layer: int) -> Inner:
+            def inner(query: torch.Tensor, key: torch.Tensor):
+                seen[layer] = (query.clone(), key.clone())
+                return query, key
+
+            return inner
+
+        self.run(ids, inner={layer: keep(layer) for layer in layers}, logits_to_keep=1, **kw)
+        return seen
+
+    def truncated(self, ids: torch.Tensor, layer: int) -> torch.Tensor:
+        """Last logits (batch, vocab) of a model that has no layers above `layer`."""
+        whole = self.decoder.layers
+        self.decoder.layers = whole[: layer + 1]
+        try:
+            return self.logits(ids)
+        finally:
+            self.decoder.layers = whole
+
+    def losses(self, ids: torch.Tensor, edits: dict[int, Edit] | None = None, **kw) -> torch.Tensor:
         """Mean next-token cross entropy of each row, in nats."""
-        logits = self.run(ids, edits).logits.float()
+        logits = self.run(ids, edits, **kw).logits.float()
         return torch.stack([torch.nn.functional.cross_entropy(row[:-1], t[1:]) for row, t in zip(logits, ids)])
 
     def means(self, ids: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -89,9 +123,13 @@ class Oracle:
         return {layer: out.double().mean((0, 1)).float() for layer, out in self.outputs(ids, self.linear).items()}
 
     # -- the one-token path --------------------------------------------------------
-    def prefix(self, ids: torch.Tensor):
-        """The cache after all tokens but the last."""
-        return self.run(ids[:, :-1], use_cache=True, logits_to_keep=1).cache
+    def prefix(self, ids: torch.Tensor, one_by_one: bool = False):
+        """The cache after all tokens but the last; `one_by_one`: token after token, by the kernels for one token."""
+        cache = self.run(ids[:, :1] if one_by_one else ids[:, :-1], use_cache=True, logits_to_keep=1).cache
+        for end in range(2, ids.shape[1]) if one_by_one else ():
+            mask = torch.ones_like(ids[:, :end])
+            self.run(ids[:, end - 1 : end], use_cache=True, cache=cache, attention_mask=mask)
+        return cache
 
     def continuation(self, ids: torch.Tensor, cache, rows: torch.Tensor) -> tuple[torch.Tensor, dict]:
         """Last tokens of `rows` and the keywords under which they continue a private copy of the cache."""
@@ -114,6 +152,23 @@ class Oracle:
             for handle in handles:
                 handle.remove()
 
+    @contextmanager
+    def _inside(self, inner: dict[int, Inner]) -> Iterator[None]:
+        """All softmax layers compute attention by `_attention`, which makes the inner edits."""
+        if not inner:
+            yield
+            return
+        before = self.module.config._attn_implementation
+        for layer, edit in inner.items():
+            self.mixers[layer].oracle_inner = edit
+        self.module.set_attn_implementation("oracle")
+        try:
+            yield
+        finally:
+            self.module.set_attn_implementation(before)
+            for layer in inner:
+                del self.mixers[layer].oracle_inner
+
     def _head_hook(self, head: int):
         def hook(_module, args, kwargs):
             values = args[0].clone()
@@ -131,6 +186,22 @@ def _output_hook(edit: Edit):
         return edit(output)
 
     return hook
+
+
+def _attention(module, query, key, value, _mask, scaling: float, **_kwargs):
+    """Causal attention of prompts without padding, after the module's inner edit. Returns outputs and weights."""
+    if hasattr(module, "oracle_inner"):
+        query, key = module.oracle_inner(query, key)
+    copies, (new, old) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
+    key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    visible = torch.ones(new, old, dtype=torch.bool).tril(old - new)
+    weights = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, float("-inf")).softmax(-1)
+    # The outputs by torch's own kernel, as the model without edits has them: its sums differ from those above.
+    kernel = torch.nn.functional.scaled_dot_product_attention
+    return kernel(query, key, value, is_causal=new > 1, scale=scaling).transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register("oracle", _attention)
 
 
 # -- edits -------------------------------------------------------------------------
@@ -161,6 +232,43 @@ def take(outputs: torch.Tensor, positions: Sequence[Sequence[int]]) -> torch.Ten
     return torch.stack([torch.stack([outputs[n, p] for p in places]) for n, places in enumerate(positions)])
 
 
+def put_query(values: Sequence[torch.Tensor], rows: Sequence[int], heads: Sequence[int]) -> Inner:
+    """The last query of row `rows[n]`, head `heads[n]` (-1: every head) := `values[n]` (heads, head_dim)."""
+
+    def inner(query: torch.Tensor, key: torch.Tensor):
+        query = query.clone()
+        for value, row, head in zip(values, rows, heads):
+            for h in range(query.shape[1]) if head == -1 else [head]:
+                query[row, h, -1] = value[h]
+        return query, key
+
+    return inner
+
+
+def put_key(donor: torch.Tensor, positions: Sequence[Sequence[int]]) -> Inner:
+    """The keys of row n at `positions[n]` := those of row n of `donor` (batch, kv_heads, positions, head_dim)."""
+
+    def inner(query: torch.Tensor, key: torch.Tensor):
+        key = key.clone()
+        for row, places in enumerate(positions):
+            for place in places:
+                key[row, :, place] = donor[row, :, place]
+        return query, key
+
+    return inner
+
+
+def swap_states(cache, donors, cells: Sequence[Any]) -> None:
+    """The recurrent and/or conv states of the state cells' layers := those of another cache, row by row."""
+    for row, cell in enumerate(cells):
+        for layer in cell.layers if cell.intervention == "state" else ():
+            mine, theirs = cache.layers[layer], donors.layers[layer]
+            if cell.mode in ("recurrent", "both"):
+                mine.recurrent_states[0][row] = theirs.recurrent_states[0][row]
+            if cell.mode in ("conv", "both"):
+                mine.conv_states[0][row] = theirs.conv_states[0][row]
+
+
 def random_like(donor: torch.Tensor, host: torch.Tensor, seed: int, layer: int, ids: tuple[int, ...]) -> torch.Tensor:
     """Host plus noise of the size of donor - host; the noise is a function of (seed, layer, host prompt) alone."""
     digest = hashlib.sha256(f"{seed},{layer},{ids}".encode()).digest()
@@ -179,21 +287,27 @@ def batched(cells: Sequence[Any]) -> list[list[int]]:
     return list(groups.values())
 
 
-def full_edits(oracle: Oracle, cells: Sequence[Any], means: Callable[[], dict]) -> tuple[dict, dict]:
-    """(edits, heads) of one batch of full-path cells."""
+def full_edits(oracle: Oracle, cells: Sequence[Any], means: Callable[[], dict]) -> dict[str, dict]:
+    """The `edits`, `heads` and `inner` edits of one batch of full-path cells."""
     first = cells[0]
     if first.intervention == "remove":
         values = means() if first.mode == "mean" else {}
-        return {layer: fill(values.get(layer, 0.0)) for layer in first.layers}, {}
+        return {"edits": {layer: fill(values.get(layer, 0.0)) for layer in first.layers}}
     if first.intervention == "heads":
-        return {}, {first.layers[0]: first.head}
+        return {"heads": {first.layers[0]: first.head}}
+    if first.intervention == "none":
+        return {}
+    donors, where = _ids([c.donor for c in cells]), [c.where for c in cells]
     if first.intervention == "transplant":
-        donors = oracle.outputs(_ids([c.donor for c in cells]), first.layers)
-        source, where = [c.source for c in cells], [c.where for c in cells]
-        return {layer: put(take(out, source), where) for layer, out in donors.items()}, {}
-    if first.intervention != "none":
-        raise ValueError(f"the oracle knows no intervention {first.intervention!r}")
-    return {}, {}
+        natural = oracle.outputs(donors, first.layers)
+        return {"edits": {layer: put(take(out, [c.source for c in cells]), where) for layer, out in natural.items()}}
+    inside = oracle.queries_and_keys(donors, first.layers)
+    if first.intervention == "key":
+        return {"inner": {layer: put_key(key, where) for layer, (_, key) in inside.items()}}
+    if first.intervention == "query":
+        every, heads = range(len(cells)), [first.head] * len(cells)
+        return {"inner": {layer: put_query(list(q[:, :, -1]), every, heads) for layer, (q, _) in inside.items()}}
+    raise ValueError(f"the oracle knows no intervention {first.intervention!r}")
 
 
 def expect_full(oracle: Oracle, cells: Sequence[Any], means: Callable[[], dict] = dict) -> Expected:
@@ -201,49 +315,78 @@ def expect_full(oracle: Oracle, cells: Sequence[Any], means: Callable[[], dict] 
     out: Expected = [{} for _ in cells]
     for group in batched(cells):
         batch = [cells[i] for i in group]
-        ids = _ids([c.host for c in batch])
-        edits, heads = full_edits(oracle, batch, means)
+        ids, changes = _ids([c.host for c in batch]), full_edits(oracle, batch, means)
         if batch[0].text:
-            found = {"loss": oracle.losses(ids, edits)}
+            found = {"loss": oracle.losses(ids, **changes)}
         else:
-            found = {"logits": oracle.logits(ids, edits, heads=heads)}
+            found = {"logits": oracle.logits(ids, **changes)}
             watched = sorted({layer for layer, _ in batch[0].watch})
-            found |= oracle.attention(ids, watched, edits, heads=heads) if watched else {}
+            found |= oracle.attention(ids, watched, **changes) if watched else {}
         for row, i in enumerate(group):
             out[i] = {what: value[row] for what, value in found.items()}
     return out
 
 
-def expect_final(oracle: Oracle, cells: Sequence[Any]) -> Expected:
+def expect_read(oracle: Oracle, cells: Sequence[Any]) -> Expected:
+    """Per read-path cell the last logits of a truncated model, or the attention rows of the whole one."""
+    out: Expected = []
+    for cell in cells:
+        ids = _ids([cell.host])
+        if cell.intervention == "truncate":
+            out.append({"logits": oracle.truncated(ids, cell.layers[0])[0]})
+        else:
+            rows = oracle.attention(ids, sorted({layer for layer, _ in cell.watch}))
+            out.append({layer: weights[0] for layer, weights in rows.items()})
+    return out
+
+
+def expect_final(oracle: Oracle, cells: Sequence[Any], one_by_one: bool = False) -> Expected:
     """The same for final-path cells: prefixes once, then one token per cell from a copy of its host's cache."""
-    order = sorted(range(len(cells)), key=lambda i: (cells[i].labels["pair"], i))
+    first = {ids: i for i, ids in reversed([*enumerate(c.host.ids for c in cells)])}
+    order = sorted(range(len(cells)), key=lambda i: (first[cells[i].host.ids], i))
     cells = [cells[i] for i in order]
     prompts = list({p.ids: p for c in cells for p in (c.host, c.donor) if p is not None}.values())
     place = {p.ids: i for i, p in enumerate(prompts)}
     ids = _ids(prompts)
-    past = oracle.prefix(ids)
-    tokens, how = oracle.continuation(ids, past, torch.arange(len(prompts)))
+    past = oracle.prefix(ids, one_by_one)
+    hosts = torch.tensor([place[c.host.ids] for c in cells])
+    donors = torch.tensor([place[(c.donor or c.host).ids] for c in cells])
+
+    def inputs(rows: torch.Tensor, swap: bool = True) -> tuple[torch.Tensor, dict]:
+        tokens, how = oracle.continuation(ids, past, rows)
+        if swap:
+            swap_states(how["cache"], oracle.continuation(ids, past, donors)[1]["cache"], cells)
+        return tokens, how
+
+    tokens, how = inputs(torch.arange(len(prompts)), swap=False)
     natural = oracle.outputs(tokens, oracle.linear, **how)
-    edits = {}
-    for layer in sorted({layer for c in cells for layer in c.layers}):
-        rows = [i for i, c in enumerate(cells) if layer in c.layers]
+    edits, inner = {}, {}
+    for layer, rows in _rows_by_layer(cells, "transplant").items():
         values = []
         for i in rows:
             host, donor = (natural[layer][place[p.ids], 0] for p in (cells[i].host, cells[i].donor))
             random = cells[i].mode == "random"
             values.append(random_like(donor, host, cells[i].seed, layer, cells[i].host.ids) if random else donor)
         edits[layer] = put(torch.stack(values)[:, None], [[0]] * len(rows), rows)
-    hosts = torch.tensor([place[c.host.ids] for c in cells])
-    tokens, how = oracle.continuation(ids, past, hosts)
-    found = {"logits": oracle.logits(tokens, edits, **how)}
+    for layer, rows in _rows_by_layer(cells, "query").items():
+        tokens, how = inputs(torch.arange(len(prompts)), swap=False)
+        query, _ = oracle.queries_and_keys(tokens, [layer], **how)[layer]
+        inner[layer] = put_query([query[donors[i], :, -1] for i in rows], rows, [cells[i].head for i in rows])
+    tokens, how = inputs(hosts)
+    found = {"logits": oracle.logits(tokens, edits, inner=inner, **how)}
     watched = sorted({layer for c in cells for layer, _ in c.watch})
     if watched:
-        tokens, how = oracle.continuation(ids, past, hosts)
-        found |= oracle.attention(tokens, watched, edits, **how)
+        tokens, how = inputs(hosts)
+        found |= oracle.attention(tokens, watched, edits, inner=inner, **how)
     out: Expected = [{} for _ in cells]
     for row, i in enumerate(order):
         out[i] = {what: value[row] for what, value in found.items()}
     return out
+
+
+def _rows_by_layer(cells: Sequence[Any], verb: str) -> dict[int, list[int]]:
+    layers = sorted({layer for c in cells if c.intervention == verb for layer in c.layers})
+    return {layer: [i for i, c in enumerate(cells) if c.intervention == verb and layer in c.layers] for layer in layers}
 
 
 def _ids(prompts: Sequence[Any]) -> torch.Tensor:

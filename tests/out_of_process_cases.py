@@ -22,17 +22,21 @@ from encode_address.interventions import (
     remove,
     remove_head,
     transplant,
+    truncated_logits,
     write_cache,
+    write_key,
+    write_query,
 )
 from encode_address.run.edits import (
+    _at,
     apply_edits,
-    donor_stands,
-    head_stands,
-    projected_input,
-    value_stands,
-    write_donor,
-    write_head,
-    write_value,
+    enter,
+    put_key,
+    put_outputs,
+    put_query,
+    set_value,
+    state_stands,
+    zero_head,
 )
 
 IDS = torch.randint(20, 200, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -146,6 +150,43 @@ def reads_attention(model, backend):
     return seen
 
 
+@case(write_query, write_key, query_and_key, writes=True)
+def writes_queries_and_keys(model, backend):
+    """In two layers: one head of some rows, then every head and keys at places of their own in each row."""
+    first, last = (model.layers[i].mixer for i in (model.softmax_layers[0], model.softmax_layers[-1]))
+    op, final = model.attention_op(model.softmax_layers[0]), model.attention_op(model.softmax_layers[-1])
+    query, key, rows, places = *queries_and_keys(model), torch.tensor([2, 0]), torch.tensor([[1, 4], [0, 2], [5, 3]])
+    with torch.no_grad(), model.trace(IDS, backend=backend) as tracer:
+        seen = nnsight.save({})
+        write_query(first, op, query[:2], rows, 1)
+        seen["some"] = query_and_key(first, op)[0].clone()
+        write_query(last, final, query)
+        write_key(last, final, key, places)
+        seen["every"], seen["keys"] = (x.clone() for x in query_and_key(last, final)[:2])
+        seen["logits"] = tracer.result.logits[:, -1].clone()
+    return seen
+
+
+def queries_and_keys(model):
+    """Made-up donors: queries of every row, keys of two places in every row."""
+    shapes = (3, model.heads, model.head_dim), (3, 2, model.config.num_key_value_heads, model.head_dim)
+    generator = torch.Generator().manual_seed(4)
+    return tuple(torch.randn(*shape, generator=generator) for shape in shapes)
+
+
+@case(truncated_logits)
+def truncates_at_every_layer(model, backend):
+    """All exits in one request, which ends after the last that is read."""
+    layers, norm, head, scaling = model.layers, model.final_norm, model.lm_head, model.logits_scaling
+    indices = range(len(layers) - 1)
+    with torch.no_grad(), model.trace(IDS, backend=backend, logits_to_keep=1) as tracer:
+        seen = nnsight.save({})
+        for i in indices:
+            seen[i] = truncated_logits(layers[i], norm, head, scaling).clone()
+        tracer.stop()
+    return seen
+
+
 @case(read_cache, write_cache, writes=True)
 def continues_from_cache(model, backend):
     """A state transplant: row 1 goes on from row 0's recurrent states, and the cache never leaves the server."""
@@ -212,39 +253,80 @@ def uniform_names(model, backend):
     return seen
 
 
-def edited(model, backend, edits, watch=()):
+def edited(model, backend, edits, watch=(), start=0):
     """The engine's own block: the same file and line for every request, with other edits."""
     layers, embed, watch = model.layers, model.embed, {layer: model.attention_op(layer) for layer in watch}
+    entering = torch.randn(3, 12, model.config.hidden_size, generator=torch.Generator().manual_seed(5))
     with torch.no_grad(), model.trace(IDS, backend=backend, logits_to_keep=1) as tracer:
         seen = nnsight.save({})
+        enter(layers, start, entering)
         seen.update(apply_edits(layers, embed, edits, watch, ENTRIES))
         seen["answer"] = measure.answer(tracer.result.logits[:, -1], TOKENS)
         seen["logits"] = tracer.result.logits[:, -1].clone()
     return seen
 
 
-@case(apply_edits, write_value, value_stands, mixer_output, entry_attention, writes=True)
+@case(apply_edits, set_value, mixer_output, entry_attention, writes=True)
 def edits_to_zero(model, backend):
-    zero = (mixer_output, write_value, value_stands, (None,))
-    return edited(model, backend, {i: zero for i in model.layout.layers_of("G2")}, watch=model.softmax_layers)
+    zero = [(i, False, set_value, (None,)) for i in model.layout.layers_of("G2")]
+    return edited(model, backend, zero, watch=model.softmax_layers)
 
 
-@case(apply_edits, write_value, writes=True)
-def edits_to_mean(model, backend):
+@case(apply_edits, set_value, enter, writes=True)
+def edits_to_mean_after_a_late_entry(model, backend):
+    """The layers below do not run: what enters is not what they would have given."""
     mean = torch.linspace(-1, 1, model.config.hidden_size)
-    return edited(model, backend, {2: (mixer_output, write_value, value_stands, ([mean],))})
+    return edited(model, backend, [(4, False, set_value, (mean,))], start=4)
 
 
-@case(apply_edits, projected_input, write_head, head_stands, entry_attention, writes=True)
+@case(apply_edits, zero_head, entry_attention, writes=True)
 def edits_head(model, backend):
     """The layer whose head is removed is also watched: its attention is read, then its head is written."""
     layer = model.softmax_layers[1]
-    return edited(model, backend, {layer: (projected_input, write_head, head_stands, (0, model.heads))}, watch=[layer])
+    return edited(model, backend, [(layer, False, zero_head, (0, model.heads))], watch=[layer])
 
 
-@case(apply_edits, write_donor, donor_stands, writes=True)
+@case(apply_edits, put_outputs, _at, writes=True)
 def edits_to_donor(model, backend):
     donor = torch.randn(3, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
-    whole = (mixer_output, write_donor, donor_stands, (donor, torch.tensor([[11]] * 3), None))
-    row = (mixer_output, write_donor, donor_stands, (donor[:1], torch.tensor([[11]]), torch.tensor([1])))
-    return edited(model, backend, {-1: whole, 4: row}, watch=model.softmax_layers[:1])
+    whole = (-1, False, put_outputs, (donor, torch.tensor([[11]] * 3), torch.arange(3)))
+    row = (4, False, put_outputs, (donor[:1], torch.tensor([[11]]), torch.tensor([1])))
+    return edited(model, backend, [whole, row], watch=model.softmax_layers[:1])
+
+
+@case(apply_edits, put_query, put_key, entry_attention, writes=True)
+def edits_inside_attention(model, backend):
+    """Both are made before the attention of their layer is read, and before its output is edited."""
+    (first, *_, last), (query, key) = model.softmax_layers, queries_and_keys(model)
+    one = (first, True, put_query, (model.attention_op(first), query[:2], torch.tensor([2, 0]), 1))
+    places = torch.tensor([[1, 4], [0, 2], [5, 3]])
+    more = [(last, True, put_query, (model.attention_op(last), query, torch.arange(3), -1))]
+    more += [(last, True, put_key, (model.attention_op(last), key, places)), (last, False, set_value, (None,))]
+    return edited(model, backend, [one, *more], watch=[first, last])
+
+
+@case(write_cache, apply_edits, state_stands, writes=True)
+def continues_from_a_swapped_cache(model, backend):
+    """The engine's state transplant: row 1 takes its states from row 0; the first edit is told so, the second not."""
+    lm, layers, embed, linear = model.lm, model.layers, model.embed, model.linear_layers
+    rows, swapped = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 2])
+    taken = {(i, "recurrent"): swapped for i in linear}
+    prefix = {"input_ids": IDS[:, :-1], "attention_mask": torch.ones_like(IDS[:, :-1]), "use_cache": True}
+    last = {"input_ids": IDS[:, -1:], "attention_mask": torch.ones_like(IDS), "use_cache": True}
+    first = linear[0]
+    with lm.session(backend=backend):
+        seen = nnsight.save({})
+        with torch.no_grad(), lm.trace(**prefix) as tracer:
+            cache = tracer.result.cache
+        saved = read_cache(cache)
+        own = saved[first]["recurrent"].flatten(1)[:, :64]
+        edits = [(first, True, state_stands, (first, "recurrent", own[[0]], torch.tensor([1])))]
+        edits += [(first, True, state_stands, (first, "recurrent", own[[1]], torch.tensor([1])))]
+        write_cache(cache, saved, rows)
+        with torch.no_grad(), lm.trace(**last, cache=cache) as tracer:
+            seen["plain"] = tracer.result.logits[:, -1].clone()
+        write_cache(cache, saved, rows, taken)
+        with torch.no_grad(), lm.trace(**last, cache=cache) as tracer:
+            seen.update(apply_edits(layers, embed, edits, {}, None))
+            seen["logits"] = tracer.result.logits[:, -1].clone()
+    return seen

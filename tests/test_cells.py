@@ -264,35 +264,6 @@ def test_a_state_is_the_one_before_the_last_token_whatever_is_said(given_where):
 
 
 @pytest.mark.parametrize(
-    ("change", "null"),
-    [
-        ({}, False),
-        ({"donor": BASE.host}, True),
-        ({"donor": BASE.host, "source": (2,)}, False),
-        ({"where": (1,), "source": (1,)}, True),  # donor and host are the same up to the patched position
-        ({"where": (0, 2), "source": (0, 2)}, False),
-        ({"donor": BASE.host, "mode": "random"}, False),
-        ({"intervention": "remove", "mode": "zero", "donor": None, "where": (), "source": ()}, False),
-        ({"intervention": "none", "mode": "", "layers": (), "donor": None, "where": (), "source": ()}, True),
-    ],
-)
-def test_only_an_edit_that_writes_the_hosts_own_values_is_null(change, null):
-    """A null edit is excused from having to fire; an edit that should move something never is."""
-    assert dataclasses.replace(BASE, **change).is_null is null
-
-
-@pytest.mark.parametrize(
-    ("donor", "null"),
-    [(prompt(5), True), (prompt(5, last=91), True), (prompt(5, first=1), False)],
-    ids=["itself", "another last token", "another prefix"],
-)
-def test_a_state_transplant_is_null_when_the_prefixes_are_the_same(donor, null):
-    """The state before the last token has not seen it; an output at the last position has."""
-    assert Cell("state", HOST, layers=(2,), donor=donor, mode="recurrent").is_null is null
-    assert Cell("transplant", HOST, **{**PATCHED, "donor": donor}).is_null is (donor.ids == HOST.ids)
-
-
-@pytest.mark.parametrize(
     ("layers", "start"), [((3,), 3), ((2, 5), 2), ((5, 2), 2), ((0, 4), 0), ((EMBED,), 0), ((EMBED, 4), 0)]
 )
 def test_the_start_is_the_first_layer_that_runs_otherwise(layers, start):

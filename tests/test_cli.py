@@ -350,7 +350,7 @@ def test_check_reports_that_all_is_well(commands, given, model):
     assert (done.code, done.stderr) == (0, "")
     findings = [line.split(maxsplit=1) for line in done.stdout.splitlines()[3:]]
     assert {mark for mark, _ in findings} == {"ok"}
-    assert len(findings) == 7
+    assert len(findings) == 8
     assert "9 layers, 6 linear, 3 softmax" in done.stdout
 
 

@@ -40,7 +40,7 @@ def test_the_check_report_is_all_ok(model):
     report = model.check()
     assert report.ok
     assert [finding.name for finding in report.findings if finding.ok is not True] == []
-    assert len(report.findings) == 7
+    assert len(report.findings) == 8
     assert all(name in str(report) for name in ("G0 [0-1] -> L2", "G3 [8]"))
 
 

@@ -96,7 +96,7 @@ def test_halving_goes_down_to_one_prompt_at_a_time(monkeypatch, model):
     assert (half.tokens, half.kept) == (made.tokens // 2, made.kept // 2)
     for _ in range(64):
         made = made.halved()
-    assert (made.tokens, made.kept) == (1, 0)
+    assert (made.tokens, made.kept, made.step_rows) == (1, 1, 1)
     assert [made.rows(path, 50) for path in (FINAL, FULL, READ)] == [1, 1, 1]
     assert [made.prompts(path, 50) for path in (FINAL, FULL, READ)] == [2, 2, 1]  # a host and its donor
 

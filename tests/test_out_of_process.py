@@ -108,7 +108,7 @@ def in_trace_functions():
 
 def test_every_in_trace_function_has_a_case():
     wanted = in_trace_functions()
-    assert {edits.apply_edits, edits.write_value, measure.answer, interventions.write_cache} <= wanted
+    assert {edits.apply_edits, edits.put_query, edits.enter, measure.answer, interventions.write_cache} <= wanted
     assert {f.__name__ for f in wanted - {f for case in CASES for f in case.covers}} == set()
 
 
@@ -209,9 +209,14 @@ def complaints(source, known):
         return ["it is not a plain function"]
     found = ["it has a decorator"] if node.decorator_list else []
     defaults = [*node.args.defaults, *node.args.kw_defaults]
-    found += ["a default is not a constant" for d in defaults if d is not None and not isinstance(d, ast.Constant)]
+    found += ["a default is not a constant" for d in defaults if d is not None and not is_constant(d)]
     found += ["it imports" for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
     return found + [f"it uses {name}" for name in sorted(outer_names(source) - known - BUILTINS - {"torch"})]
+
+
+def is_constant(node):
+    """A literal that cannot change: `None`, `1.0`, and `-1`, which is a sign before a constant."""
+    return isinstance(node.operand if isinstance(node, ast.UnaryOp) else node, ast.Constant)
 
 
 def outer_names(source):
@@ -243,8 +248,13 @@ def test_in_trace_functions_use_torch_and_each_other_only():
         ("def f(x):\n    return open(x)\n", "it uses open"),
         ("@cache\ndef f(x):\n    return x\n", "it has a decorator"),
         ("def f(x=len([])):\n    return x\n", "a default is not a constant"),
+        ("def f(x=-y):\n    return x\n", "a default is not a constant"),
         ("class F:\n    pass\n", "it is not a plain function"),
     ],
 )
 def test_lint_notices(source, why):
     assert why in complaints(source, known=set())
+
+
+def test_lint_lets_pass_what_runs_anywhere():
+    assert complaints("def f(x, n=-1, y=None):\n    return g(x[n], torch.ones(len(x)))\n", known={"g"}) == []

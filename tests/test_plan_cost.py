@@ -32,7 +32,7 @@ def least(cells, depth: int) -> int:
         else:
             starts[host.ids].append(len(host) * max(0, min(cell.layers, default=0)))
         own = [cell.donor] if cell.donor is not None and cell.intervention != "state" else []
-        for p in own + ([host] if cell.mode == "random" or cell.intervention == "state" else []):
+        for p in own + ([host] if cell.mode == "random" else []):
             once[cell.path, "own", p.ids] = max(once[cell.path, "own", p.ids], tokens * (1 + max(cell.layers)))
     return total + sum(once.values()) - sum(sum(s) - max(s) for s in starts.values())
 
@@ -164,9 +164,9 @@ def test_pairs_the_other_way_round_share_their_prefixes():
 
 
 def test_what_a_state_transplant_and_noise_need_of_the_host_by_hand():
-    """A state is compared with the host's own output, noise is added to it: both run the host's last token too."""
+    """A state comes with its prefix's cache; noise is added to the host's own output, so its last token runs too."""
     state = Cell("state", A, layers=(1,), donor=B, mode="recurrent")
-    assert plan([state], 4, LOOSE).layer_tokens == 2 * 9 * 4 + 1 * 2 + 4
+    assert plan([state], 4, LOOSE).layer_tokens == 2 * 9 * 4 + 4
     assert plan(transplants(A, B, (1,), mode="random"), 4, LOOSE).layer_tokens == 2 * 9 * 4 + 2 * 2 + 4
 
 

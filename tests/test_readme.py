@@ -21,6 +21,6 @@ def test_the_python_block_runs(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert sum(line.startswith("  ok ") for line in lines) == 7
+    assert sum(line.startswith("  ok ") for line in lines) == 8
     assert lines[-2] == "amber"
     assert lines[-1].endswith("results/tiny-gdn")

@@ -14,9 +14,10 @@ import nnsight
 import torch
 
 from encode_address.errors import ModelError
-from encode_address.interventions import final_attention, mixer_output, truncated_logits
+from encode_address.interventions import final_attention, mixer_output, query_and_key, truncated_logits
 from encode_address.models.hybrid import HybridModel
 
+STRONG = 10  # standard deviations of a query or key: enough to move any attention row
 LENGTHS = (2, 17, 63, 64, 65, 93)  # prompts around the linear kernels' chunk length of 64
 
 
@@ -59,7 +60,7 @@ def check(model: HybridModel, full: bool = True) -> Report:
             raise ModelError(f"{model.name}: {finding.name}: {finding.seen}")
     if full:
         findings += [_identity(model), _split(model, exact), _padding(model, exact)]
-        findings += [_attention(model, exact), _truncation(model, exact)]
+        findings += [_attention(model, exact), _inner_firing(model), _truncation(model, exact)]
     layout = model.layout
     blocks = "  ".join(
         f"{b.name} [{b.span}]" + (f" -> L{b.reader}" if b.reader is not None else "") for b in layout.blocks
@@ -176,6 +177,7 @@ def path_gap(model: HybridModel, prompts: Sequence[Any]) -> dict[str, Any]:
     """How far the one-token path is from the full forward on these prompts (of equal length), in logits.
 
     In float32 on a CPU it is rounding; in a lower precision it is what patched rows must not be compared across.
+    Returns `largest_logit_difference`, `logit_std`, `same_answer` (how many prompts) and `prompts` (of how many).
     """
     whole, split = both_paths(model, torch.tensor([prompt.ids for prompt in prompts]))
     return {
@@ -184,6 +186,26 @@ def path_gap(model: HybridModel, prompts: Sequence[Any]) -> dict[str, Any]:
         "same_answer": int((whole.argmax(-1) == split.argmax(-1)).sum()),
         "prompts": len(prompts),
     }
+
+
+def _inner_firing(model: HybridModel) -> Finding:
+    """Row 2k of one batch has noise added to softmax layer k's last query, row 2k + 1 to its keys; the last to nothing."""
+    name, indices, layers = "a write to queries and keys does too", model.softmax_layers, model.layers
+    ops, rows = [model.attention_op(i) for i in indices], 2 * len(indices) + 1
+    ids = random_ids(model, 1, 12).expand(rows, -1)
+    noise = torch.randn(12, model.head_dim, generator=torch.Generator().manual_seed(2)).to(model.device)
+    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+        for k, (i, op) in enumerate(zip(indices, ops)):
+            query, key, _ = query_and_key(layers[i].mixer, op)
+            query[2 * k, :, -1] += STRONG * query.float().std() * noise[-1].to(query)
+            key[2 * k + 1] += STRONG * key.float().std() * noise.to(key)
+        logits = tracer.result.logits[:, -1].float().clone().save()
+    moved = (logits[:-1] - logits[-1]).abs().amax(-1)
+    least = 1e-4 * max(1.0, float(logits[-1].std()))
+    still = [f"{('query', 'keys')[r % 2]} of L{indices[r // 2]}" for r in range(rows - 1) if not moved[r] > least]
+    if still:
+        return Finding(name, False, f"writing to the {', '.join(still)} changed nothing")
+    return Finding(name, True, f"smallest change of a logit {float(moved.min()):.3g}")
 
 
 def _truncation(model: HybridModel, exact: bool) -> Finding:

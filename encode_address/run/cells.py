@@ -131,21 +131,14 @@ class Cell:
         """The first decoder layer that runs otherwise than in the intact model (full path)."""
         return max(0, min(self.layers, default=0))
 
-    @property
-    def is_null(self) -> bool:
-        """Whether the written values equal the host's own, so that the edit must change nothing."""
-        if self.donor is None or self.mode == "random":
-            return self.intervention == "none"
-        last = max(self.where, default=-1) + (self.intervention != "state")
-        return self.donor.ids[:last] == self.host.ids[:last] and self.source == self.where
-
     def columns(self) -> dict[str, Any]:
         """The cell's factors, as they appear in the table."""
+        numbered = tuple(layer for layer in self.layers if layer != EMBED)
         return {
             **self.labels,
             "intervention": self.intervention,
             "mode": self.mode,
-            "layers": layer_span(self.layers).replace(str(EMBED), "embed"),
+            "layers": ",".join(["embed"] * (EMBED in self.layers) + [layer_span(numbered)] * bool(numbered)),
             "head": self.head,
             "seed": self.seed,
             "path": self.path,

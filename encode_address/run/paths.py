@@ -31,15 +31,16 @@ from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell
 from encode_address.run.edits import (
     apply_edits,
     enter,
-    feel_state,
     put_key,
     put_outputs,
     put_query,
     set_value,
+    state_stands,
     zero_head,
 )
 from encode_address.run.plan import Bundle, hosts_of
 
+SEEN_OF_STATE = 64  # numbers of each swapped state that are compared with the donor's where the mixer reads it
 Seen = dict[str, Any]
 Edits = list[tuple[tuple, list[Cell]]]  # an edit for `apply_edits`, and the cells that it serves
 
@@ -84,8 +85,7 @@ def _own_values(engine: Any, bundle: Bundle, cache: Any, saved: list, place: dic
     """Outputs and queries that donors (and some hosts) have of themselves: (what, layer) -> token ids -> tensor."""
     model, layers = engine.model, engine.model.layers
     queried = sorted({layer for cell in bundle.cells if cell.intervention == "query" for layer in cell.layers})
-    others = [c for c in bundle.cells if c.intervention in ("transplant", "state")]
-    outputs = sorted({layer for cell in others for layer in cell.layers})
+    outputs = sorted({layer for cell in bundle.cells if cell.intervention == "transplant" for layer in cell.layers})
     ops = {layer: model.attention_op(layer) for layer in queried}
     rows, out = engine.limits.rows(FINAL, bundle.length), {}
     for start in range(0, len(bundle.captured), rows):
@@ -109,8 +109,15 @@ def _continue(engine: Any, cells: Sequence[Cell], cache: Any, saved: list, place
     model, layers, embed = engine.model, engine.model.layers, engine.model.embed
     hosts = [cell.host for cell in cells]
     rows = torch.tensor([place[host.ids[:-1]] for host in hosts])
-    inputs = _one_token(model, hosts, cache, saved, rows, _swapped(model, cells, saved, rows, place))
+    swaps = _swaps(model, cells, saved, place)
+    swapped = {}
+    for layer, name, which, taken, _ in swaps:
+        swapped.setdefault((layer, name), rows.clone())[which] = taken
+    inputs = _one_token(model, hosts, cache, saved, rows, swapped)
     plan = _final_edits(model, cells, own)
+    for layer, name, which, taken, some in swaps:
+        expected = saved[layer][name].flatten(1)[:, :SEEN_OF_STATE][taken.to(model.device)]
+        plan.append(((layer, True, state_stands, (layer, name, expected, which)), some))
     edits, watch = [edit for edit, _ in plan], _ops(model, watched(cells))
     entries, tokens = entries_of(hosts) if watch else None, asked(cells)
     engine.count(len(cells))
@@ -122,22 +129,23 @@ def _continue(engine: Any, cells: Sequence[Cell], cache: Any, saved: list, place
     return seen
 
 
-def _swapped(model: Any, cells: Sequence[Cell], saved: list, rows: torch.Tensor, place: dict) -> dict:
-    """For state transplants: (layer, name) -> the prefix row that each cell takes that state from."""
+def _swaps(model: Any, cells: Sequence[Cell], saved: list, place: dict) -> list[tuple]:
+    """State transplants: (layer, name, rows of the batch, prefix rows that their state is taken from, cells)."""
     groups: dict[tuple, list[int]] = {}
     for i, cell in enumerate(cells):
         if cell.intervention == "state":
             groups.setdefault((cell.layers, cell.mode), []).append(i)
-    out: dict[tuple[int, str], torch.Tensor] = {}
+    out = []
     for (layers, mode), which in groups.items():
-        taken = torch.tensor([place[cells[i].donor.ids[:-1]] for i in which])
+        some = [cells[i] for i in which]
+        taken = torch.tensor([place[cell.donor.ids[:-1]] for cell in some])
         for layer in layers:
             for name in ("recurrent", "conv") if mode == "both" else (mode,):
                 if name not in saved[layer]:
                     raise RunError(
                         f"{model.name}: L{layer} is a {model.layout.kinds[layer]} layer, it has no {name} state"
                     )
-                out.setdefault((layer, name), rows.clone())[which] = taken
+                out.append((layer, name, torch.tensor(which), taken, some))
     return out
 
 
@@ -145,7 +153,7 @@ def _final_edits(model: Any, cells: Sequence[Cell], own: dict) -> Edits:
     """One edit per layer and verb, over the rows that it concerns."""
     groups: dict[tuple, list[int]] = {}
     for i, cell in enumerate(cells):
-        for layer in cell.layers:
+        for layer in cell.layers if cell.intervention != "state" else ():
             groups.setdefault((layer, cell.intervention, cell.head), []).append(i)
     plan: Edits = []
     for (layer, verb, head), which in groups.items():
@@ -153,9 +161,6 @@ def _final_edits(model: Any, cells: Sequence[Cell], own: dict) -> Edits:
         if verb == "query":
             values = torch.stack([own["query", layer][cell.donor.ids] for cell in some])
             edit = (layer, True, put_query, (model.attention_op(layer), values, rows, head))
-        elif verb == "state":
-            values = torch.stack([own["output", layer][cell.host.ids] for cell in some])
-            edit = (layer, False, feel_state, (values, rows))
         else:
             values = torch.stack([_written(cell, layer, own["output", layer]) for cell in some])
             edit = (layer, False, put_outputs, (values[:, None], torch.zeros(len(some), 1, dtype=torch.long), rows))
@@ -337,7 +342,7 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
         index = torch.tensor([row[cell.host.digest] for cell in plain], device=model.device)
         yield plain, {"attention": {i: mass[index] for i, mass in seen["attention"].items()}}
     for i, cells in exits.items():
-        engine.verify([], {"change": {}}, seen["answer"][i]["finite"], cells)
+        engine.verify([], {}, seen["answer"][i]["finite"], cells)
         yield cells, {"attention": {}, "answer": seen["answer"][i]}
 
 

@@ -19,7 +19,7 @@ from encode_address.errors import RunError
 from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell
 from encode_address.tasks.prompts import Prompt
 
-STEP_ROWS = 512  # of a one-token trace; more rows are no faster
+STEP_ROWS = 512  # of a one-token trace; more are no faster
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,14 @@ class Limits:
 
     `tokens`: forwarded in one trace. `kept`: bytes of what a bundle keeps of its prompts, and of the caches of one
     step. `per_prompt(path, length)`: bytes that a bundle keeps of one prompt. `text_rows`: how many times more a
-    token costs whose logits are all needed.
+    token costs whose logits are all needed. `step_rows`: of a one-token trace.
     """
 
     tokens: int
     kept: int
     per_prompt: Callable[[str, int], int]
     text_rows: int = 8
+    step_rows: int = STEP_ROWS
 
     def prompts(self, path: str, length: int) -> int:
         """Distinct prompts of a bundle; at least a donor and a host."""
@@ -45,11 +46,12 @@ class Limits:
     def rows(self, path: str, length: int, text: bool = False) -> int:
         """Rows of one trace of a path."""
         if path == FINAL:
-            return max(1, min(STEP_ROWS, self.tokens, self.kept // max(1, self.per_prompt(path, length))))
+            return max(1, min(self.step_rows, self.tokens, self.kept // max(1, self.per_prompt(path, length))))
         return max(1, self.tokens // length // (self.text_rows if text else 1))
 
     def halved(self) -> Limits:
-        return replace(self, tokens=max(1, self.tokens // 2), kept=self.kept // 2)
+        halves = {name: max(1, getattr(self, name) // 2) for name in ("tokens", "kept", "step_rows")}
+        return replace(self, **halves)
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,12 @@ class Bundle:
 
     @cached_property
     def captured(self) -> list[Prompt]:
-        """Prompts whose own values are written, or are compared with what an edit made of them."""
+        """Prompts whose own values are written."""
         return distinct(prompt for cell in self.cells for prompt in _captured(cell))
 
     @cached_property
     def captured_layers(self) -> list[int]:
-        return sorted({layer for cell in self.cells if cell.donor is not None for layer in cell.layers})
+        return sorted({layer for cell in self.cells if _captured(cell) for layer in cell.layers})
 
     @cached_property
     def entered(self) -> list[Prompt]:
@@ -210,9 +212,9 @@ def _floor(cells: Sequence[Cell], depth: int) -> int:
 
 
 def _captured(cell: Cell) -> list[Prompt]:
-    """Prompts whose own values a cell writes, or is compared with."""
+    """Prompts whose own values a cell writes, or scales its noise by. A state comes with its prefix's cache."""
     needed = [cell.donor] if cell.donor is not None and cell.intervention != "state" else []
-    return [*needed, cell.host] if cell.mode == "random" or cell.intervention == "state" else needed
+    return [*needed, cell.host] if cell.mode == "random" else needed
 
 
 def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell], str]:
