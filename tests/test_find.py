@@ -145,7 +145,7 @@ def test_the_same_command_again_computes_nothing_and_gives_the_same_table(result
     pd.testing.assert_frame_equal(again.table, found.table)
     assert again.verdict == found.verdict
     manifest = json.loads((found.folder / "manifest.json").read_text())
-    assert manifest["tokens_forwarded_this_run"] == 0
+    assert manifest["this_run"]["tokens_forwarded"] == manifest["this_run"]["floor"] == 0
 
 
 def test_another_option_never_reuses_a_row(results) -> None:
