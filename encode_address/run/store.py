@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,14 @@ class Store:
     def __init__(self, folder: str | Path, fresh: bool = False) -> None:
         self.folder, self.fresh = Path(folder), fresh
         self.parts = self.folder / PARTS
-        self._lock: Any = None
+        self._lock = contextlib.ExitStack()
         self._places: dict[str, Path] | None = None  # key -> the part that holds its row
 
     def __enter__(self) -> Store:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / ".lock", "w")
-        except OSError as error:
-            raise StoreError(f"cannot write to {self.folder}: {error.strerror}") from error
-        try:
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(locked(self.folder))
             self._claim()
-        except BaseException:
-            self._lock.close()
-            raise
+            self._lock = entered.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -90,11 +84,7 @@ class Store:
             write_text(self.folder / name.replace("__", "."), text)
 
     def _claim(self) -> None:
-        """Take the lock, and see to it that what is in the folder is ours."""
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise StoreError(f"{self.folder} is in use by another run: wait for it, or choose another --out") from error
+        """Under the lock: see to it that what is in the folder is ours."""
         self._places = None
         try:
             if self.fresh:
@@ -122,6 +112,25 @@ class Store:
 
     def _write(self, path: Path, table: pa.Table) -> None:
         write_whole(path, lambda temporary: pq.write_table(table, temporary))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is made where there is none. It dies with its process.
+
+    Raises StoreError if another run has it, or the folder cannot be written to.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(folder / ".lock", "w"))
+        except OSError as error:
+            raise StoreError(f"cannot write to {folder}: {error.strerror}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreError(f"{folder} is in use by another run: wait for it, or choose another --out") from error
+        yield
 
 
 def stored_keys(folder: str | Path) -> set[str]:
