@@ -64,7 +64,7 @@ def small(pairs: int) -> Effort:
     return Effort(pairs, few, few, min(4, pairs), few, slope_cells=40, repeats=3, slope_repeats=6)
 
 
-REAL = Effort(8, batch=4, naive_pairs=4, single_pairs=1, slope_pairs=1, slope_cells=60, repeats=1, slope_repeats=3)
+REAL = Effort(8, batch=4, naive_pairs=4, single_pairs=1, slope_pairs=1, slope_cells=60, repeats=2, slope_repeats=5)
 
 
 @contextlib.contextmanager
