@@ -1,4 +1,4 @@
-"""The command line: `encode-address find | check | show | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | check | show | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
@@ -97,6 +97,27 @@ def show(
     from encode_address.show import show as screens
 
     typer.echo("\n\n".join(screens(folder)))
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="tiny-gdn or tiny-mamba2")],
+    seed: Annotated[int, typer.Option(help="of the initial weights and of all that is drawn")] = 0,
+    out: Annotated[Path, typer.Option(help="goes to OUT/<model>-seed<N>/, a model to load to its model/")] = Path(
+        "trained"
+    ),
+) -> None:
+    """Train a bundled model from nothing, on one core; the same command goes on where a stopped one was."""
+    from encode_address.train import train as run
+
+    folder = run(model, seed, out, on_line=lambda line: typer.echo(_training(line), err=True))
+    typer.echo(f"{folder}: try encode-address find --model {folder}")
+
+
+def _training(line: dict) -> str:
+    shown = ("accuracy", "keyless_accuracy", "text_loss")
+    numbers = ", ".join(f"{name.replace('_', ' ')} {line[name]:.3f}" for name in shown if line.get(name) is not None)
+    return f"{line['stage']} {line['step']}, {line['seconds']:.0f} s, {line['entries']} entries: {numbers}"
 
 
 @app.command()

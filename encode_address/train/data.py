@@ -1,0 +1,158 @@
+"""Batches: dictionaries asked several times over, and text of a small grammar.
+
+A sequence is one dictionary and a few questions about it, each followed by its answer, so that one forward trains
+several lookups. Keys are asked with replacement: without it, a model may guess by elimination.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from encode_address.train.words import KEYS, VALUES, WORDINGS, vocabulary
+
+FORMATS = ("chat", "list", "rev")
+BETWEEN = {"equals": " .", "is": " ."}  # after an answer and before the next question, where that is not a new turn
+NEW_TURN = " . <user>"
+
+_IDS = {word: i for i, word in enumerate(vocabulary())}
+_KEY_IDS = torch.tensor([_IDS[word] for word in KEYS])
+_VALUE_IDS = torch.tensor([_IDS[word] for word in VALUES])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A batch of questioned dictionaries: (batch, positions) ids, and where things are.
+
+    `answers`: the positions whose next token is an answer; `targets` (batch, questions): the index of the entry asked
+    for; `ends`: per entry the position of its later word (its separator is the next); `starts`: of its earlier word;
+    `question`: the first position after the dictionary; `asked`: the positions of the asked keys.
+    """
+
+    ids: torch.Tensor
+    answers: list[int]
+    targets: torch.Tensor
+    starts: list[int]
+    ends: list[int]
+    question: int
+    asked: list[int]
+
+
+def ask(
+    form: str,
+    size: int,
+    surfaces: Sequence[str],
+    rows: int,
+    generator: torch.Generator,
+    keys: torch.Tensor = _KEY_IDS,
+    values: torch.Tensor = _VALUE_IDS,
+) -> Asked:
+    """Random dictionaries of `size` entries, asked once in each of `surfaces`."""
+    own = torch.stack([keys[torch.randperm(len(keys), generator=generator)[:size]] for _ in range(rows)])
+    theirs = torch.stack([values[torch.randperm(len(values), generator=generator)[:size]] for _ in range(rows)])
+    targets = torch.randint(size, (rows, len(surfaces)), generator=generator)
+    shift = torch.randint(1, size, targets.shape, generator=generator)  # the distractor is another entry
+    others = (targets + shift) % size
+    columns: list[torch.Tensor] = []
+    places: dict[str, list[int]] = {"key": [], "value": [], "asked": [], "answer": []}
+
+    def write(text: str, slots: dict[str, tuple[torch.Tensor, str]]) -> None:
+        for word in text.split():
+            slot = re.fullmatch(r"\{(\w+)\}", word)
+            if slot is None:
+                columns.append(torch.full((rows,), _IDS[word]))
+                continue
+            column, place = slots[slot[1]]
+            if place:
+                places[place].append(len(columns))
+            columns.append(column)
+
+    wording = WORDINGS[form]
+    write(wording.opening, {})
+    for entry in range(size):
+        write(wording.entry, {"key": (own[:, entry], "key"), "value": (theirs[:, entry], "value")})
+        write(wording.separator if entry < size - 1 else wording.end, {})
+    question = len(columns)
+    for turn, surface in enumerate(surfaces):
+        key, other, value = (
+            table.gather(1, chosen[:, turn : turn + 1])[:, 0]
+            for table, chosen in ((own, targets), (own, others), (theirs, targets))
+        )
+        asking = WORDINGS[f"{form}/{surface}" if surface else form].question
+        write(asking, {"key": (key, "asked"), "other": (other, "")})
+        write("{value}", {"value": (value, "answer")})
+        if turn < len(surfaces) - 1:
+            write(BETWEEN.get(surface, NEW_TURN), {})
+    pairs = list(zip(places["key"], places["value"]))
+    return Asked(
+        ids=torch.stack(columns, 1),
+        answers=[position - 1 for position in places["answer"]],
+        targets=targets,
+        starts=[min(pair) for pair in pairs],
+        ends=[max(pair) for pair in pairs],
+        question=question,
+        asked=places["asked"],
+    )
+
+
+# -- text -------------------------------------------------------------------------------------
+_TOPICS = {
+    "animal": ("horse dog cat bird fish".split(), "walks runs sits stands".split(), "near in on at".split()),
+    "object": ("door chair boat window letter story song".split(), "falls opens closes".split(), "in at near".split()),
+    "matter": (
+        "water fire wind rain snow cloud bread milk salt sugar honey".split(),
+        "grows falls holds".split(),
+        "on from in".split(),
+    ),
+}
+_TOPIC = {noun: kind for kind, (nouns, *_) in _TOPICS.items() for noun in nouns}
+_PLACES = "river house road garden market school forest island mountain valley tower bridge".split()
+_QUALITIES = "good bad big small old new red blue green dark light".split()
+_PEOPLE, _SEEING = "I you we they".split(), "know like see want find take".split()
+
+
+def held_out(topic: str, place: str) -> bool:
+    """Whether a topic and its place are kept for the test text: a fifth of the combinations."""
+    return (list(_TOPIC).index(topic) * 7 + _PLACES.index(place) * 3) % 5 == 0
+
+
+def story(rng: random.Random, length: int, test: bool = False) -> list[str]:
+    """Words of one text about one topic and one place. What may be said of a topic depends on its kind; the topic and
+    the place come back, so that copying from the context pays."""
+    while held_out(topic := rng.choice(list(_TOPIC)), place := rng.choice(_PLACES)) != test:
+        pass
+    _, verbs, joints = _TOPICS[_TOPIC[topic]]
+    elsewhere = [other for other in _PLACES if test or not held_out(topic, other)]
+    words: list[str] = []
+    while len(words) < length:
+        quality = [rng.choice(_QUALITIES)] if rng.random() < 0.4 else []
+        where = place if rng.random() < 0.7 else rng.choice(elsewhere)
+        kind = rng.random()
+        if kind < 0.4:
+            words += ["the", *quality, topic, rng.choice(verbs), rng.choice(joints), "the", where, "."]
+        elif kind < 0.65:
+            words += ["it", rng.choice(verbs), rng.choice(joints), "the", where, "."]
+        elif kind < 0.85:
+            words += [
+                rng.choice(_PEOPLE),
+                rng.choice(_SEEING),
+                "the",
+                topic,
+                rng.choice(["and", "or"]),
+                "the",
+                where,
+                ".",
+            ]
+        else:
+            words += ["there", "here", "the", topic, "and", "the", where, "are", rng.choice(_QUALITIES), "."]
+    return words[:length]
+
+
+def text_batch(rows: int, rng: random.Random, length: int = 56, test: bool = False) -> torch.Tensor:
+    """(rows, 1 + length) ids of stories, each after <s>."""
+    stories = [["<s>", *story(rng, length, test)] for _ in range(rows)]
+    return torch.tensor([[_IDS[word] for word in words] for words in stories])

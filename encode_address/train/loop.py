@@ -1,0 +1,227 @@
+"""The training loop: one stage of a recipe, from the weights of the stage before, resumable to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from encode_address.run.store import write_whole
+from encode_address.train.build import build, grow, mixer
+from encode_address.train.data import FORMATS, Asked, ask, text_batch
+from encode_address.train.recipe import Stage
+
+SAVE_EVERY, LOG_EVERY = 50, 25
+OTHERS = 0.1  # weight of the loss on tokens that are no answers
+MEMORY = 0.9  # of the running accuracy
+
+
+class Run:
+    """The state of one stage. `folder` holds its checkpoint `<stage>.pt` and its log `<stage>.jsonl`."""
+
+    def __init__(self, stage: Stage, architecture: str, seed: int, folder: Path, before: nn.Module | None) -> None:
+        self.stage, self.folder = stage, folder
+        if stage.origin:
+            self.model = grow(before, architecture, stage.pattern, stage.origin, seed)
+        else:
+            self.model = before or build(architecture, stage.pattern, seed)
+        self.model.set_attn_implementation("eager")  # its weights are read by the auxiliary loss
+        self.generator, self.rng = torch.Generator().manual_seed(seed + 1), random.Random(f"{stage.name} {seed}")
+        self.step, self.level, self.seconds = 0, 0, 0.0
+        self.accuracy: float | None = None  # running, on the largest dictionaries so far
+        self.keyless_accuracy: float | None = None
+        self.text_loss: float | None = None
+        matrices = {id(p): p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n}
+        others = [p for p in self.model.parameters() if id(p) not in matrices]
+        self.optimizers = [
+            torch.optim.Muon(
+                list(matrices.values()), lr=stage.muon, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original"
+            ),
+            torch.optim.AdamW(others, lr=stage.adam, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+
+    # -- resuming ------------------------------------------------------------------
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / f"{self.stage.name}.pt"
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        names = ("step", "level", "seconds", "accuracy", "keyless_accuracy", "text_loss")
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "generator": self.generator.get_state(),
+            "rng": self.rng.getstate(),
+            **{name: getattr(self, name) for name in names},
+        }
+        write_whole(self.checkpoint, lambda path: torch.save(state, path))
+
+    def resume(self) -> bool:
+        """Take up the checkpoint, if there is one."""
+        if not self.checkpoint.is_file():
+            return False
+        state = torch.load(self.checkpoint, weights_only=False)
+        self.model.load_state_dict(state.pop("model"))
+        for optimizer, saved in zip(self.optimizers, state.pop("optimizers")):
+            optimizer.load_state_dict(saved)
+        self.generator.set_state(state.pop("generator"))
+        self.rng.setstate(state.pop("rng"))
+        vars(self).update(state)
+        return True
+
+    # -- training ------------------------------------------------------------------
+    def train(self, on_step: Callable[[dict[str, Any]], Any] = lambda line: None) -> nn.Module:
+        """Run to the end of the stage; `on_step` is given each line of the log."""
+        self.model.train()
+        while self.step < self.stage.steps:
+            started = time.monotonic()
+            line = self._step()
+            self.step += 1
+            self.seconds += time.monotonic() - started
+            if self.step % LOG_EVERY == 0 or self.step == self.stage.steps:
+                line |= {"stage": self.stage.name, "step": self.step, "seconds": round(self.seconds, 1)}
+                with open(self.folder / f"{self.stage.name}.jsonl", "a") as log:
+                    print(json.dumps(line), file=log)
+                on_step(line)
+            if self.step % SAVE_EVERY == 0 or self.step == self.stage.steps:
+                self.save()
+        return self.model.eval()
+
+    def _step(self) -> dict[str, Any]:
+        stage, share = self.stage, self.step / self.stage.steps
+        rate = min(1.0, (self.step + 1) / stage.warmup) * min(1.0, max(0.02, (1 - share) / stage.decay))
+        for optimizer, full in zip(self.optimizers, (stage.muon, stage.adam)):
+            for group in optimizer.param_groups:
+                group["lr"] = full * rate
+        largest = self.level == len(self.stage.sizes) - 1
+        if largest and self.rng.random() < self.stage.text:
+            loss, line = self._text()
+        else:
+            loss, line = self._lookup(share)
+        loss.backward()
+        line["norm"] = round(float(nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)), 2)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return line
+
+    def _text(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        ids = text_batch(self.stage.rows, self.rng)
+        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        self.text_loss = _running(self.text_loss, loss.item())
+        return loss, self._line()
+
+    def _lookup(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
+        stage, rng = self.stage, self.rng
+        largest = stage.sizes[self.level]
+        size = largest if rng.random() < 0.85 else rng.choice(stage.sizes[: self.level + 1])
+        surfaces = [rng.choice(stage.surfaces) for _ in range(stage.questions)]
+        batch = ask(rng.choice(FORMATS), size, surfaces, stage.rows, self.generator)
+        fade = _fade(share, stage.drop_fade)
+        keyless, shortcut = rng.random() < stage.keyless * fade, rng.random() < stage.shortcut * fade
+        with self._dropped(batch, keyless, shortcut), self._attention() as weights:
+            logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
+        target = batch.ids[:, 1:]
+        each = cross_entropy(logits.transpose(1, 2), target, reduction="none")
+        answers = torch.zeros(each.shape[1], dtype=torch.bool)
+        answers[batch.answers] = True
+        answer = each[:, answers].mean()
+        loss = answer + OTHERS * each[:, ~answers].mean()
+        read = 0.0
+        if stage.read:
+            mass = _read_mass(weights[0], batch)
+            read = mass.mean().item()
+            loss = loss - stage.read * _fade(share, stage.read_fade) * torch.log(mass + 1e-3).mean()
+        right = (logits[:, answers].argmax(-1) == target[:, answers]).float().mean().item()
+        if keyless:
+            self.keyless_accuracy = _running(self.keyless_accuracy, right)
+        elif size == largest:
+            self.accuracy = _running(self.accuracy, right)
+            if self.accuracy > stage.advance and self.level < len(stage.sizes) - 1:
+                self.level, self.accuracy = self.level + 1, None
+        return loss, {**self._line(), "answer_loss": round(answer.item(), 4), "read": round(read, 3)}
+
+    def _line(self) -> dict[str, Any]:
+        running = {n: getattr(self, n) for n in ("accuracy", "keyless_accuracy", "text_loss")}
+        return {"entries": self.stage.sizes[self.level], **{n: v and round(v, 4) for n, v in running.items()}}
+
+    # -- what is imposed --------------------------------------------------------------
+    @contextmanager
+    def _dropped(self, batch: Asked, keyless: bool, shortcut: bool) -> Iterator[None]:
+        """Mixers set to zero: at the dictionary's positions, and around the answers' positions.
+
+        A linear layer is stopped where it could carry the key one or two tokens on; a softmax layer, which could
+        fetch it from anywhere, everywhere after the dictionary.
+        """
+        layers, length, handles = self.model.model.layers, batch.ids.shape[1] - 1, []
+        masks: dict[int, torch.Tensor] = {}
+        if keyless:
+            mask = torch.ones(length)
+            mask[: batch.question] = 0
+            masks |= dict.fromkeys(self.stage.keyless_layers, mask)
+        if shortcut:
+            near = torch.ones(length)
+            near[batch.answers] = 0
+            near[[p - 1 for p in batch.answers if p - 1 not in batch.asked]] = 0
+            after = torch.ones(length)
+            after[batch.question :] = 0
+            for i in self.stage.shortcut_layers:
+                own = after if mixer(layers[i]) is getattr(layers[i], "self_attn", None) else near
+                masks[i] = masks.get(i, 1) * own
+        for i, mask in masks.items():
+            handles.append(mixer(layers[i]).register_forward_hook(_masking(mask)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _attention(self) -> Iterator[list[torch.Tensor]]:
+        """The attention weights of the reading layer, once the model has run."""
+        weights: list[torch.Tensor] = []
+        if not self.stage.read:
+            yield weights
+            return
+        reader = self.model.model.layers[self.stage.read_layer].self_attn
+        handle = reader.register_forward_hook(lambda module, inputs, output: weights.append(output[1]))
+        try:
+            yield weights
+        finally:
+            handle.remove()
+
+
+def _masking(mask: torch.Tensor) -> Callable:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        values = output[0] if isinstance(output, tuple) else output
+        values = values * mask[None, :, None]
+        return (values, *output[1:]) if isinstance(output, tuple) else values
+
+    return hook
+
+
+def _read_mass(weights: torch.Tensor, batch: Asked) -> torch.Tensor:
+    """Attention from each answer's position on the later word of the entry asked for and the separator after it, mean
+    over heads: (batch, questions). In the reversed format the separator is where entries are read."""
+    rows = weights[:, :, batch.answers]
+    at = torch.tensor(batch.ends)[batch.targets][:, None, :, None].expand(-1, rows.shape[1], -1, 1)
+    return (rows.gather(3, at) + rows.gather(3, at + 1))[..., 0].mean(1)
+
+
+def _fade(share: float, span: tuple[float, float]) -> float:
+    """1 up to the first share of the steps, 0 from the second."""
+    return max(0.0, min(1.0, (span[1] - share) / (span[1] - span[0])))
+
+
+def _running(old: float | None, new: float) -> float:
+    return new if old is None else MEMORY * old + (1 - MEMORY) * new

@@ -1,0 +1,260 @@
+"""Training: what goes in is what it says it is, growth changes nothing, a stopped run goes on to the bit."""
+
+import dataclasses
+import json
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+import encode_address as ea
+from encode_address.errors import EncodeAddressError, NameNotFound, StoreError
+from encode_address.run.store import locked
+from encode_address.tasks import Dictionary
+from encode_address.tasks.lexicon import lexicon_for
+from encode_address.train import export as exporting
+from encode_address.train import train
+from encode_address.train.build import build, grow, linear, mixer
+from encode_address.train.data import FORMATS, ask, held_out, story, text_batch
+from encode_address.train.export import accuracy, scores, write_model
+from encode_address.train.loop import Run, _fade, _read_mass
+from encode_address.train.recipe import GROWN, ORIGIN, Stage, imposed, stages
+from encode_address.train.words import KEYS, POOLS, SURFACES, VALUES, task, tokenizer, vocabulary
+
+ARCHITECTURES = ("gdn", "mamba2")
+TINY = Stage(
+    "tiny", "lal", steps=10, muon=0.02, adam=4e-3, sizes=(2, 3), advance=0.01, rows=2, questions=2, text=0.3, warmup=2,
+    read=0.5, read_layer=1, keyless=0.5, keyless_layers=(2,), shortcut=0.5, shortcut_layers=(0, 1),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def words(ids: torch.Tensor) -> list[str]:
+    names = vocabulary()
+    return [names[i] for i in ids.tolist()]
+
+
+# -- words -----------------------------------------------------------------------------------
+def test_every_word_is_one_token_and_no_key_is_a_value():
+    names, tokens = vocabulary(), tokenizer()
+    assert len(set(names)) == len(names) == len(tokens)
+    assert len(names) % 8 == 0
+    assert tokens(" ".join(names), add_special_tokens=False)["input_ids"] == list(range(len(names)))
+    assert len(set(KEYS)) >= 128
+    assert len(set(VALUES)) >= 32
+    assert not set(KEYS) & set(VALUES)
+    halves = [set(POOLS[pool][kind]) for kind in ("keys", "values") for pool in "AB"]
+    assert not halves[0] & halves[1]
+    assert not halves[2] & halves[3]
+    assert (halves[0] | halves[1], halves[2] | halves[3]) == (set(KEYS), set(VALUES))
+    assert sum(name.startswith("<reserved") for name in names) >= 64
+
+
+def test_the_chat_template_is_the_wrapper_of_the_prompts():
+    said = tokenizer().apply_chat_template(
+        [{"role": "user", "content": "tell me the fig ."}], tokenize=False, add_generation_prompt=True
+    )
+    assert said == "<s> <user> tell me the fig . <assistant>"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("surface", SURFACES)
+def test_training_asks_as_the_task_does(tmp_path, form, surface):
+    """The same wording, read by the task's own prompts and by the batches."""
+    (tmp_path / "task.json").write_text(json.dumps(task()))
+    variant = f"{form}8" + (f"/{surface}" if surface else "")
+    prompt = Dictionary(variant, tokenizer(), lexicon_for(tokenizer(), tmp_path)).questions(1)[0].host
+    batch = ask(form, 8, [surface], 1, torch.Generator().manual_seed(0))
+    ours = words(batch.ids[0, : batch.answers[0] + 1])
+    kinds = {**dict.fromkeys(KEYS, "K"), **dict.fromkeys(VALUES, "V")}
+    assert [kinds.get(word, word) for word in ours] == [kinds.get(word, word) for word in prompt.text.split()]
+
+
+# -- batches ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_batch_is_what_it_says(form):
+    surfaces = ["", "far", "equals", "near", "gap"]
+    batch = ask(form, 5, surfaces, 6, torch.Generator().manual_seed(1))
+    for row, ids in enumerate(batch.ids):
+        said = words(ids)
+        pairs = [{said[start], said[end]} for start, end in zip(batch.starts, batch.ends)]
+        keys = [next(iter(pair & set(KEYS))) for pair in pairs]
+        values = [next(iter(pair & set(VALUES))) for pair in pairs]
+        assert len(set(keys)) == len(set(values)) == 5
+        for turn, target in enumerate(batch.targets[row].tolist()):
+            since = batch.answers[turn - 1] if turn else batch.question
+            asked = {said[p] for p in batch.asked if since <= p <= batch.answers[turn]}
+            assert asked == {keys[target]}
+            assert said[batch.answers[turn] + 1] == values[target]
+        assert said[batch.question - 1] == "."
+        assert not (set(said[batch.ends[-1] + 1 : batch.question]) - {"."})
+        notes = [said[i + 5] for i, word in enumerate(said) if word == "Note"]  # Note : tell me the X
+        asked = [keys[t] for t, surface in zip(batch.targets[row].tolist(), surfaces) if surface in ("far", "near")]
+        assert len(notes) == len(asked) == 2
+        assert all(note in keys and note != key for note, key in zip(notes, asked))
+
+
+def test_keys_are_asked_with_replacement_and_evenly():
+    targets = ask("chat", 4, [""] * 6, 400, torch.Generator().manual_seed(2)).targets
+    counts = Counter(targets.flatten().tolist())
+    assert min(counts.values()) > 500
+    assert any(len(set(row)) < 4 for row in targets.tolist())
+
+
+def test_test_stories_are_about_what_training_never_joins():
+    rng = random.Random(0)
+    for test in (False, True):
+        for _ in range(50):
+            said = story(rng, 60, test)
+            topics = {word for word in said if word in ("horse", "dog", "door", "water", "song", "snow")}
+            places = {word for word in said if word in ("river", "house", "road", "bridge", "tower")}
+            assert test or not any(held_out(topic, place) for topic in topics for place in places)
+    assert text_batch(3, random.Random(0)).shape == (3, 57)
+
+
+# -- models -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_growth_changes_no_logit(architecture):
+    small = build(architecture, "lallla", 0).eval()
+    large = grow(small, architecture, GROWN, ORIGIN, 1).eval()
+    ids = ask("rev", 4, ["", "far"], 2, torch.Generator().manual_seed(3)).ids
+    with torch.no_grad():
+        assert torch.equal(small(ids, use_cache=False).logits, large(ids, use_cache=False).logits)
+    new = set(range(len(GROWN))) - set(ORIGIN)
+    for i, layer in enumerate(large.model.layers):
+        module = mixer(layer)
+        out = module.out_proj if linear(layer) is not None else module.o_proj
+        assert bool((out.weight == 0).all()) is (i in new)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state_alone(architecture):
+    before = torch.get_rng_state()
+    one, same, other = (build(architecture, "la", seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- the loop ---------------------------------------------------------------------------------
+def state(run: Run) -> dict:
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("at", [1, 7])
+def test_a_stopped_run_goes_on_to_the_bit(monkeypatch, tmp_path, architecture, at):
+    monkeypatch.setattr("encode_address.train.loop.SAVE_EVERY", at)
+    monkeypatch.setattr("encode_address.train.loop.LOG_EVERY", 1)
+    whole = Run(TINY, architecture, 0, tmp_path, None)
+    whole.train()
+    whole.checkpoint.unlink()
+    stopped = Run(dataclasses.replace(TINY), architecture, 0, tmp_path, None)
+
+    def stop(line: dict) -> None:
+        if line["step"] == at + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train(stop)
+    again = Run(TINY, architecture, 0, tmp_path, None)
+    assert again.resume()
+    assert again.step == (at if at > 1 else 1)
+    again.train()
+    first, second = state(whole), state(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (again.step, again.level, again.accuracy) == (whole.step, whole.level, whole.accuracy)
+    assert not any(module._forward_hooks for module in again.model.modules())
+
+
+def test_what_is_imposed_ends_before_the_last_fifth():
+    for architecture in ARCHITECTURES:
+        last = stages(architecture)[-1]
+        for fade in (last.read_fade, last.drop_fade):
+            assert _fade(0.0, fade) == 1.0
+            assert 0 < _fade(sum(fade) / 2, fade) < 1
+            assert all(_fade(share, fade) == 0.0 for share in (0.8, 0.9, 1.0))
+        assert len(imposed(stages(architecture))) == 4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_dropping_silences_the_named_mixers_at_the_named_positions_only(tmp_path, architecture):
+    run = Run(TINY, architecture, 0, tmp_path, None)
+    batch = ask("chat", 3, ["", "far"], 2, torch.Generator().manual_seed(4))
+    seen: dict[int, torch.Tensor] = {}
+
+    def keep(i: int):
+        def hook(module, inputs, output):
+            seen[i] = (output[0] if isinstance(output, tuple) else output).abs().amax((0, 2))
+
+        return hook
+
+    with run._dropped(batch, keyless=True, shortcut=True):
+        handles = [mixer(layer).register_forward_hook(keep(i)) for i, layer in enumerate(run.model.model.layers)]
+        with torch.no_grad():
+            run.model(batch.ids[:, :-1], use_cache=False)
+        for handle in handles:
+            handle.remove()
+    zero = {i: {p for p, size in enumerate(seen[i].tolist()) if size == 0} for i in seen}
+    length = batch.ids.shape[1] - 1
+    before = [p - 1 for p in batch.answers if p - 1 not in batch.asked]
+    assert zero == {
+        0: {*batch.answers, *before},
+        1: set(range(batch.question, length)),
+        2: set(range(batch.question)),
+    }
+
+
+def test_the_read_mass_is_on_the_entry_asked_for_and_its_separator():
+    batch = ask("list", 3, ["", "is"], 2, torch.Generator().manual_seed(5))
+    length = batch.ids.shape[1] - 1
+    weights = torch.zeros(2, 2, length, length)
+    for row, targets in enumerate(batch.targets.tolist()):
+        for turn, target in enumerate(targets):
+            weights[row, 0, batch.answers[turn], batch.ends[target]] = 0.5
+            weights[row, 1, batch.answers[turn], batch.ends[target] + 1] = 0.25
+    assert _read_mass(weights, batch).tolist() == [[0.375] * 2] * 2
+
+
+# -- the command ------------------------------------------------------------------------------
+def test_train_writes_a_model_that_loads_and_says_what_it_is(monkeypatch, tmp_path):
+    short = tuple(dataclasses.replace(stage, steps=2, rows=2, questions=1) for stage in stages("mamba2"))
+    monkeypatch.setattr("encode_address.train.stages", lambda architecture: short)
+    monkeypatch.setattr("encode_address.train.scores", lambda model: scores(model, rows=8))
+    lines = []
+    folder = train("tiny-mamba2", 3, tmp_path, lines.append)
+    assert [(line["stage"], line["step"]) for line in lines] == [("base", 2), ("grown", 2)]
+    model = ea.load(str(folder))
+    assert [block.span for block in model.layout.blocks] == ["0", "2", "4-6", "8"]
+    assert len(ea.tasks.dictionary(model, "chat8/far").questions(2)) == 2
+    card = json.loads((folder / "card.json").read_text())
+    assert (card["seed"], card["steps"]) == (3, {"base": 2, "grown": 2})
+    assert set(card["accuracy"]) >= {"chat8", "list8/far", "rev16"}
+    assert all("/" not in word or word.startswith("encode-address") for word in card["command"].split())
+    again = train("tiny-mamba2", 3, tmp_path, lines.append)
+    assert (again, len(lines)) == (folder, 2)  # nothing is trained twice
+    with locked(tmp_path / "tiny-mamba2-seed3"), pytest.raises(StoreError, match="in use by another run"):
+        train("tiny-mamba2", 3, tmp_path)
+
+
+def test_an_unknown_recipe_is_one_line():
+    with pytest.raises(NameNotFound, match="no recipe for 'tiny': there is one for tiny-gdn, tiny-mamba2"):
+        train("tiny")
+    assert issubclass(NameNotFound, EncodeAddressError)
+
+
+def test_the_score_is_of_the_entry_asked_for(tmp_path):
+    """A model that always says one word is right as often as that word is the answer."""
+    model = build("mamba2", "la", 0).eval()
+    batch = ask("chat", 8, [""], 64, torch.Generator().manual_seed(exporting.FRESH_SEED))
+    said = batch.ids[:, batch.answers[0] + 1]
+    with torch.no_grad():
+        picked = model(batch.ids[:, : batch.answers[0] + 1], use_cache=False).logits[:, -1].argmax(-1)
+    assert accuracy(model, "chat", "", 8, 64) == float((picked == said).float().mean())
+    write_model(model, tmp_path, {"name": "x"})
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "granitemoehybrid"
