@@ -24,7 +24,7 @@ from encode_address.train.words import KEYS, POOLS, SURFACES, VALUES, task, toke
 
 ARCHITECTURES = ("gdn", "mamba2")
 TINY = Stage(
-    "tiny", "lal", steps=10, muon=0.02, adam=4e-3, sizes=(2, 3), advance=0.01, rows=2, questions=2, text=0.3, warmup=2,
+    "tiny", "lal", steps=10, muon=0.02, adam=4e-3, levels=((2, 8), (3, 128)), advance=0.01, rows=2, questions=2, text=0.3, warmup=2,
     read=0.5, read_layer=1, keyless=0.5, keyless_layers=(2,), shortcut=0.5, shortcut_layers=(0, 1),
 )  # fmt: skip
 

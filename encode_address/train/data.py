@@ -48,10 +48,10 @@ def ask(
     surfaces: Sequence[str],
     rows: int,
     generator: torch.Generator,
-    keys: torch.Tensor = _KEY_IDS,
-    values: torch.Tensor = _VALUE_IDS,
+    words: int = len(KEYS),
 ) -> Asked:
-    """Random dictionaries of `size` entries, asked once in each of `surfaces`."""
+    """Random dictionaries of `size` entries, from the first `words` keys and values, asked once in each of `surfaces`."""
+    keys, values = _KEY_IDS[:words], _VALUE_IDS[:words]
     own = torch.stack([keys[torch.randperm(len(keys), generator=generator)[:size]] for _ in range(rows)])
     theirs = torch.stack([values[torch.randperm(len(values), generator=generator)[:size]] for _ in range(rows)])
     targets = torch.randint(size, (rows, len(surfaces)), generator=generator)

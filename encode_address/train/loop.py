@@ -36,7 +36,7 @@ class Run:
         self.model.set_attn_implementation("eager")  # its weights are read by the auxiliary loss
         self.generator, self.rng = torch.Generator().manual_seed(seed + 1), random.Random(f"{stage.name} {seed}")
         self.step, self.level, self.seconds = 0, 0, 0.0
-        self.accuracy: float | None = None  # running, on the largest dictionaries so far
+        self.accuracy: float | None = None  # running, on the last level so far
         self.keyless_accuracy: float | None = None
         self.text_loss: float | None = None
         matrices = {id(p): p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n}
@@ -102,8 +102,8 @@ class Run:
         for optimizer, full in zip(self.optimizers, (stage.muon, stage.adam)):
             for group in optimizer.param_groups:
                 group["lr"] = full * rate
-        largest = self.level == len(self.stage.sizes) - 1
-        if largest and self.rng.random() < self.stage.text:
+        last = self.level == len(self.stage.levels) - 1
+        if last and self.rng.random() < self.stage.text:
             loss, line = self._text()
         else:
             loss, line = self._lookup(share)
@@ -123,10 +123,10 @@ class Run:
 
     def _lookup(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
         stage, rng = self.stage, self.rng
-        largest = stage.sizes[self.level]
-        size = largest if rng.random() < 0.85 else rng.choice(stage.sizes[: self.level + 1])
+        level = self.level if rng.random() < 0.85 else rng.randrange(self.level + 1)
+        size, words = stage.levels[level]
         surfaces = [rng.choice(stage.surfaces) for _ in range(stage.questions)]
-        batch = ask(rng.choice(FORMATS), size, surfaces, stage.rows, self.generator)
+        batch = ask(rng.choice(FORMATS), size, surfaces, stage.rows, self.generator, words)
         fade = _fade(share, stage.drop_fade)
         keyless, shortcut = rng.random() < stage.keyless * fade, rng.random() < stage.shortcut * fade
         with self._dropped(batch, keyless, shortcut), self._attention() as weights:
@@ -145,15 +145,16 @@ class Run:
         right = (logits[:, answers].argmax(-1) == target[:, answers]).float().mean().item()
         if keyless:
             self.keyless_accuracy = _running(self.keyless_accuracy, right)
-        elif size == largest:
+        elif level == self.level:
             self.accuracy = _running(self.accuracy, right)
-            if self.accuracy > stage.advance and self.level < len(stage.sizes) - 1:
+            if self.accuracy > stage.advance and self.level < len(stage.levels) - 1:
                 self.level, self.accuracy = self.level + 1, None
         return loss, {**self._line(), "answer_loss": round(answer.item(), 4), "read": round(read, 3)}
 
     def _line(self) -> dict[str, Any]:
+        size, words = self.stage.levels[self.level]
         running = {n: getattr(self, n) for n in ("accuracy", "keyless_accuracy", "text_loss")}
-        return {"entries": self.stage.sizes[self.level], **{n: v and round(v, 4) for n, v in running.items()}}
+        return {"entries": size, "words": words, **{n: v and round(v, 4) for n, v in running.items()}}
 
     # -- what is imposed --------------------------------------------------------------
     @contextmanager

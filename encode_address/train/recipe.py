@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from encode_address.train.words import KEYS
+
 BASE, GROWN = "lallla", "lalalllal"
 ORIGIN = {0: 0, 1: 1, 4: 2, 5: 3, 6: 4, 7: 5}  # layer of the grown model -> layer of the base
 ALL_SURFACES = ("equals", "is", "", "plain", "far", "near", "gap")
@@ -17,8 +19,8 @@ ALL_SURFACES = ("equals", "is", "", "plain", "far", "near", "gap")
 class Stage:
     """One run of the training loop.
 
-    Rates are constant after `warmup` steps and fall linearly over the last `decay` of them. `sizes` is a curriculum:
-    the next number of entries comes when the running accuracy passes `advance`. Help that is *imposed* fades between
+    Rates are constant after `warmup` steps and fall linearly over the last `decay` of them. `levels` is a curriculum of
+    (entries, words in use): the next comes when the running accuracy passes `advance`. Help that is *imposed* fades between
     two shares of the steps: `read_fade` for `read` (an auxiliary loss: attention of softmax layer `read_layer` from the
     answer's position on the entry asked for), `drop_fade` for mixers set to zero: those of `keyless_layers` at the
     dictionary's positions in `keyless` of the batches, those of `shortcut_layers` at the answer in `shortcut` of them.
@@ -29,7 +31,7 @@ class Stage:
     steps: int
     muon: float
     adam: float
-    sizes: tuple[int, ...] = (8,)
+    levels: tuple[tuple[int, int], ...] = ((8, len(KEYS)),)
     advance: float = 0.75
     surfaces: tuple[str, ...] = ALL_SURFACES
     questions: int = 6
@@ -56,7 +58,7 @@ def stages(architecture: str) -> tuple[Stage, ...]:
         steps=900,
         muon=0.02,
         adam=4e-3,
-        sizes=(3, 8),
+        levels=((3, 32), (8, 32), (8, len(KEYS))),
         surfaces=("equals", "is", "", "plain", "far", "near"),
         text=0.0,
         warmup=50,
