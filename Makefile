@@ -14,6 +14,7 @@ test: $(STAMP) lint
 
 test-full: $(STAMP) lint
 	$(BIN)/pytest --durations=20
+	$(BIN)/python benchmarks/sweep.py --quick
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
