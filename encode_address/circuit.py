@@ -28,7 +28,7 @@ from encode_address.run.memory import peak_bytes
 from encode_address.run.store import Store, stored_keys
 from encode_address.stats import estimate
 from encode_address.tasks import Dictionary, Prompt, Text, dictionary, text_source
-from encode_address.verdict import Verdict
+from encode_address.verdict import Verdict, sentence
 
 VARIANTS = ("chat8", "list8", "rev8")
 N = 100
@@ -297,27 +297,7 @@ def report(found: Found, model: Any) -> str:
         lines.append(_line(verdict.variant, "intact", "", rows, text))
         lines += [_line(verdict.variant, name, span, rows, text, _mark(name, verdict)) for name, span in units]
         lines += [f"  {verdict.variant:<10} tied with {', '.join(verdict.ties)}"] if verdict.ties else []
-    return "\n".join([*lines, "", sentence(found.verdict, model.name)])
-
-
-def sentence(verdict: Verdict, name: str) -> str:
-    """The verdict in one sentence."""
-    kind = f" (by {verdict.address_kind})" if verdict.address_kind else ""
-    parts = [f"Encode {_held(verdict, 'encode')}", f"Address {_held(verdict, 'address')}{kind}"]
-    parts.append(f"readers {_held(verdict, 'readers')}")
-    tail = f" - {verdict.reason}" if verdict.reason else ""
-    return f"{verdict.status} in {name}: {', '.join(parts)}{tail}."
-
-
-def _held(verdict: Verdict, part: str) -> str:
-    """What holds a claim; where the variants differ, on which of them."""
-    joint = ", " if part == "readers" else "+"
-    held: dict[str, list[str]] = {}
-    for v in verdict.variants:
-        held.setdefault(joint.join(getattr(v, part).names), []).append(v.variant)
-    if len(held) == 1:
-        return next(iter(held)) or "none"
-    return "; ".join(f"{names} on {' and '.join(on)}" for names, on in held.items() if names) or "none"
+    return "\n".join([*lines, "", sentence({**found.verdict.as_dict(), "model": model.name})])
 
 
 def _mark(name: str, verdict: Any) -> str:

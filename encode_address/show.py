@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from encode_address.errors import StoreError
 from encode_address.run.store import FINISHED, PARTS, read, refuse_other_version
+from encode_address.verdict import sentence
 
 HOW = ("dtype", "attn_implementation", "device", "where")
 FACTS = ("model", "revision", "fingerprint", *HOW, "text_source", "versions")
@@ -51,25 +52,6 @@ def screen(folder: Path) -> str:
         [f"  {sentence(verdict)}"] if verdict.get("status") else [],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def sentence(verdict: dict[str, Any]) -> str:
-    """The sentence of `circuit.sentence`, from the content of `verdict.json`."""
-    held = {part: _held(verdict, part, ", " if part == "readers" else "+") for part in ("encode", "address", "readers")}
-    kind = f" (by {verdict['address_kind']})" if verdict.get("address_kind") else ""
-    tail = f" - {verdict['reason']}" if verdict.get("reason") else ""
-    claims = f"Encode {held['encode']}, Address {held['address']}{kind}, readers {held['readers']}"
-    return f"{verdict['status']} in {verdict.get('model', 'the model')}: {claims}{tail}."
-
-
-def _held(verdict: dict[str, Any], part: str, joint: str) -> str:
-    """What holds a claim; where the variants differ, on which of them."""
-    held: dict[str, list[str]] = {}
-    for name, variant in (verdict.get("variants") or {"": verdict}).items():
-        held.setdefault(joint.join(variant.get(part) or ()), []).append(name)
-    if len(held) == 1:
-        return next(iter(held)) or "none"
-    return "; ".join(f"{names} on {' and '.join(on)}" for names, on in held.items() if names) or "none"
 
 
 def _facts(facts: dict[str, Any]) -> list[str]:

@@ -102,3 +102,22 @@ class Verdict:
             "evidence": [e for v in self.variants for claim in v.claims.values() for e in claim.evidence],
             "variants": per_variant,
         }
+
+
+def sentence(verdict: dict[str, Any]) -> str:
+    """A verdict in one sentence, from what `verdict.json` says."""
+    held = {part: _held(verdict, part, ", " if part == "readers" else "+") for part in ("encode", "address", "readers")}
+    kind = f" (by {verdict['address_kind']})" if verdict.get("address_kind") else ""
+    tail = f" - {verdict['reason']}" if verdict.get("reason") else ""
+    claims = f"Encode {held['encode']}, Address {held['address']}{kind}, readers {held['readers']}"
+    return f"{verdict['status']} in {verdict.get('model', 'the model')}: {claims}{tail}."
+
+
+def _held(verdict: dict[str, Any], part: str, joint: str) -> str:
+    """What holds a claim; where the variants differ, on which of them."""
+    held: dict[str, list[str]] = {}
+    for name, variant in (verdict.get("variants") or {"": verdict}).items():
+        held.setdefault(joint.join(variant.get(part) or ()), []).append(name)
+    if len(held) == 1:
+        return next(iter(held)) or "none"
+    return "; ".join(f"{names} on {' and '.join(on)}" for names, on in held.items() if names) or "none"

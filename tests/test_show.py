@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from encode_address.circuit import sentence as sentence_of
 from encode_address.errors import StoreError
 from encode_address.run.store import Store
-from encode_address.show import screen, sentence, show
-from encode_address.verdict import Claim, VariantVerdict, Verdict
+from encode_address.show import screen, show
+from encode_address.verdict import Claim, VariantVerdict, Verdict, sentence
 from tests.test_store import child, output
 
 HOW = {"model": "toy", "dtype": "bfloat16", "attn_implementation": "sdpa", "device": "cpu", "where": "local"}
@@ -219,13 +218,22 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["", "key"])
-@pytest.mark.parametrize("reason", ["", "the variants disagree"])
+HELD = {
+    "one": ("G0", "G1+G2", "L7H0, L7H1"),
+    "nothing": ("none", "none", "none"),
+    "equal": ("G0", "G2", "L7H0"),
+    "different": ("G0 on chat8 and list8", "G2 on chat8; G2+G3 on rev8", "L7H0 on chat8; L7H0, L7H1 on rev8"),
+}
+
+
+@pytest.mark.parametrize(("kind", "by"), [("", ""), ("key", " (by key)")])
+@pytest.mark.parametrize(("reason", "tail"), [("", ""), ("the variants disagree", " - the variants disagree")])
 @pytest.mark.parametrize("variants", VARIANTS)
-def test_the_sentence_is_the_one_that_find_prints(variants, reason, kind):
+def test_the_sentence_says_what_holds_and_where_the_variants_differ_on_which(variants, reason, tail, kind, by):
     verdict = Verdict("UNDECIDED", (), (), (), kind, reason, tuple(VARIANTS[variants]))
     stored = json.loads(json.dumps({**verdict.as_dict(), "model": "toy"}))
-    assert sentence(stored) == sentence_of(verdict, "toy")
+    encode, address, readers = HELD[variants]
+    assert sentence(stored) == f"UNDECIDED in toy: Encode {encode}, Address {address}{by}, readers {readers}{tail}."
 
 
 def test_show_needs_no_torch(tmp_path):
