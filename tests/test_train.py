@@ -173,13 +173,12 @@ def test_a_stopped_run_goes_on_to_the_bit(monkeypatch, tmp_path, architecture, a
 
 
 def test_what_is_imposed_ends_before_the_last_fifth():
-    for architecture in ARCHITECTURES:
-        last = stages(architecture)[-1]
-        for fade in (last.read_fade, last.drop_fade):
-            assert _fade(0.0, fade) == 1.0
-            assert 0 < _fade(sum(fade) / 2, fade) < 1
-            assert all(_fade(share, fade) == 0.0 for share in (0.8, 0.9, 1.0))
-        assert len(imposed(stages(architecture))) == 4
+    last = stages()[-1]
+    for fade in (last.read_fade, last.drop_fade):
+        assert _fade(0.0, fade) == 1.0
+        assert 0 < _fade(sum(fade) / 2, fade) < 1
+        assert all(_fade(share, fade) == 0.0 for share in (0.8, 0.9, 1.0))
+    assert len(imposed(stages())) == 4
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -223,8 +222,8 @@ def test_the_read_mass_is_on_the_entry_asked_for_and_its_separator():
 
 # -- the command ------------------------------------------------------------------------------
 def test_train_writes_a_model_that_loads_and_says_what_it_is(monkeypatch, tmp_path):
-    short = tuple(dataclasses.replace(stage, steps=2, rows=2, questions=1) for stage in stages("mamba2"))
-    monkeypatch.setattr("encode_address.train.stages", lambda architecture: short)
+    short = tuple(dataclasses.replace(stage, steps=2, rows=2, questions=1) for stage in stages())
+    monkeypatch.setattr("encode_address.train.stages", lambda: short)
     monkeypatch.setattr("encode_address.train.scores", lambda model: scores(model, rows=8))
     lines = []
     folder = train("tiny-mamba2", 3, tmp_path, lines.append)

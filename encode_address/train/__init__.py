@@ -36,7 +36,7 @@ def train(
     try:
         with locked(folder):
             model, seconds, steps = None, 0.0, {}
-            for stage in stages(architecture):
+            for stage in stages():
                 run = Run(stage, architecture, seed, folder, model)
                 run.resume()
                 model = run.train(on_line)
@@ -52,7 +52,7 @@ def train(
                 "trained": time.strftime("%Y-%m-%d"),
                 "versions": versions(),
                 "parameters": sum(p.numel() for p in model.parameters()),
-                "imposed": imposed(stages(architecture)),
+                "imposed": imposed(stages()),
                 **scores(model),
             }
             write_model(model, folder / "model", card)

@@ -1,7 +1,7 @@
 """What is trained, in which stages, and what is imposed meanwhile.
 
-Both architectures grow: a six-layer base learns to look keys up; three layers that write nothing are added; two more
-stages teach the grown model to do without the old shortcuts. All help ends before the last fifth of the last stage.
+Both architectures grow: a six-layer base learns to look keys up; three layers that write nothing are added; a second
+stage teaches the grown model to do without the old shortcuts. All help ends before the last fifth of the last stage.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Stage:
     origin: dict[int, int] = field(default_factory=dict)  # growth: layer -> layer of the stage before
 
 
-def stages(architecture: str) -> tuple[Stage, ...]:
-    """The recipe of "gdn" or "mamba2"."""
+def stages() -> tuple[Stage, ...]:
+    """The recipe, the same for both architectures."""
     base = Stage(
         "base",
         BASE,
-        steps=900,
+        steps=1500,
         muon=0.02,
         adam=4e-3,
         levels=((3, 32), (8, 32), (8, len(KEYS))),
@@ -70,7 +70,7 @@ def stages(architecture: str) -> tuple[Stage, ...]:
     grown = Stage(
         "grown",
         GROWN,
-        steps={"gdn": 600, "mamba2": 800}[architecture],
+        steps=1200,
         muon=0.012,
         adam=3e-3,
         read=0.5,
