@@ -16,16 +16,17 @@ from encode_address.tasks.lexicon import lexicon_for
 from encode_address.train import export as exporting
 from encode_address.train import train
 from encode_address.train.build import build, grow, linear, mixer
-from encode_address.train.data import FORMATS, ask, held_out, story, text_batch
+from encode_address.train.data import FORMATS, Asked, ask, held_out, story, text_batch
 from encode_address.train.export import accuracy, scores, write_model
-from encode_address.train.loop import Run, _fade, _read_mass
-from encode_address.train.recipe import GROWN, ORIGIN, Stage, imposed, stages
+from encode_address.train.loop import Run, _fade, _mass_on
+from encode_address.train.recipe import GROWN, ORIGIN, Drop, Guide, Stage, imposed, stages
 from encode_address.train.words import KEYS, POOLS, SURFACES, VALUES, task, tokenizer, vocabulary
 
 ARCHITECTURES = ("gdn", "mamba2")
 TINY = Stage(
     "tiny", "lal", steps=10, muon=0.02, adam=4e-3, levels=((2, 8), (3, 128)), advance=0.01, rows=2, questions=2, text=0.3, warmup=2,
-    read=0.5, read_layer=1, keyless=0.5, keyless_layers=(2,), shortcut=0.5, shortcut_layers=(0, 1),
+    sizes=(2, 4),
+    guides=(Guide(1, "entry", 0.5), Guide(1, "key", 0.5)), drops=(Drop((2,), "dictionary", 0.5), Drop((0,), "answer", 0.5), Drop((1,), "text", 0.5)),
 )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def test_a_stopped_run_goes_on_to_the_bit(monkeypatch, tmp_path, architecture, a
 
 def test_what_is_imposed_ends_before_the_last_fifth():
     last = stages()[-1]
-    for fade in (last.read_fade, last.drop_fade):
+    for fade in (last.guide_fade, last.drop_fade):
         assert _fade(0.0, fade) == 1.0
         assert 0 < _fade(sum(fade) / 2, fade) < 1
         assert all(_fade(share, fade) == 0.0 for share in (0.8, 0.9, 1.0))
@@ -185,6 +186,7 @@ def test_what_is_imposed_ends_before_the_last_fifth():
 def test_dropping_silences_the_named_mixers_at_the_named_positions_only(tmp_path, architecture):
     run = Run(TINY, architecture, 0, tmp_path, None)
     batch = ask("chat", 3, ["", "far"], 2, torch.Generator().manual_seed(4))
+    length = batch.ids.shape[1] - 1
     seen: dict[int, torch.Tensor] = {}
 
     def keep(i: int):
@@ -193,23 +195,41 @@ def test_dropping_silences_the_named_mixers_at_the_named_positions_only(tmp_path
 
         return hook
 
-    with run._dropped(batch, keyless=True, shortcut=True):
-        handles = [mixer(layer).register_forward_hook(keep(i)) for i, layer in enumerate(run.model.model.layers)]
-        with torch.no_grad():
-            run.model(batch.ids[:, :-1], use_cache=False)
-        for handle in handles:
-            handle.remove()
-    zero = {i: {p for p, size in enumerate(seen[i].tolist()) if size == 0} for i in seen}
-    length = batch.ids.shape[1] - 1
-    before = [p - 1 for p in batch.answers if p - 1 not in batch.asked]
-    assert zero == {
+    def silent(*drops: Drop, asked: Asked | None = batch) -> dict[int, set[int]]:
+        with run._dropped(list(drops), asked, length):
+            handles = [mixer(layer).register_forward_hook(keep(i)) for i, layer in enumerate(run.model.model.layers)]
+            with torch.no_grad():
+                run.model(batch.ids[:, :-1], use_cache=False)
+            for handle in handles:
+                handle.remove()
+        return {i: {p for p, size in enumerate(seen[i].tolist()) if size == 0} for i in seen}
+
+    before = {p - 1 for p in batch.answers if p - 1 not in batch.asked}
+    everywhere, late = set(range(length)), set(range(batch.question, length))
+    assert silent() == {0: set(), 1: set(), 2: set()}
+    assert silent(Drop((0,), "answer", 1.0), Drop((2,), "dictionary", 1.0)) == {
         0: {*batch.answers, *before},
-        1: set(range(batch.question, length)),
-        2: set(range(batch.question)),
+        1: set(),
+        2: everywhere - late,
     }
+    assert silent(Drop((1,), "question", 1.0), Drop((1, 2), "dictionary", 1.0)) == {
+        0: set(),
+        1: everywhere,
+        2: everywhere - late,
+    }
+    assert silent(Drop((0, 2), "lookup", 1.0)) == {0: everywhere, 1: set(), 2: everywhere}
+    assert silent(Drop((1,), "text", 1.0), asked=None) == {0: set(), 1: everywhere, 2: set()}
 
 
-def test_the_read_mass_is_on_the_entry_asked_for_and_its_separator():
+def test_drops_are_drawn_as_often_as_they_say_and_fade(tmp_path):
+    run = Run(TINY, "gdn", 0, tmp_path, None)
+    drawn = [run._drawn(0.0, ("dictionary", "answer")) for _ in range(400)]
+    assert {drop.where for drops in drawn for drop in drops} == {"dictionary", "answer"}
+    assert 150 < sum(TINY.drops[0] in drops for drops in drawn) < 250
+    assert not any(run._drawn(0.8, ("dictionary", "answer", "text")) for _ in range(50))
+
+
+def test_a_guide_looks_at_the_entry_asked_for_and_its_separator_or_at_the_asked_key():
     batch = ask("list", 3, ["", "is"], 2, torch.Generator().manual_seed(5))
     length = batch.ids.shape[1] - 1
     weights = torch.zeros(2, 2, length, length)
@@ -217,7 +237,13 @@ def test_the_read_mass_is_on_the_entry_asked_for_and_its_separator():
         for turn, target in enumerate(targets):
             weights[row, 0, batch.answers[turn], batch.ends[target]] = 0.5
             weights[row, 1, batch.answers[turn], batch.ends[target] + 1] = 0.25
-    assert _read_mass(weights, batch).tolist() == [[0.375] * 2] * 2
+    assert _mass_on("entry", weights, batch).tolist() == [[0.375] * 2] * 2
+    assert _mass_on("key", weights, batch).tolist() == [[0.0] * 2] * 2
+    restated, once = batch.asked[:2], batch.asked[2:]
+    weights[0, :, batch.answers[0], restated] = 0.25
+    weights[1, 0, batch.answers[1], once] = 0.5
+    weights[:, :, batch.answers[1], restated] = 0.125  # the earlier question's key is not asked for again
+    assert _mass_on("key", weights, batch).tolist() == [[0.5, 0.0], [0.0, 0.25]]
 
 
 # -- the command ------------------------------------------------------------------------------

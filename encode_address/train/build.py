@@ -25,6 +25,8 @@ from encode_address.train.words import vocabulary
 WIDTH, HEADS, HEAD_DIM = 64, 2, 32
 LINEAR_HEADS, STATE, LINEAR_DIM = 4, 16, 32  # of a linear mixer: heads, key (or state) size, value size
 CHUNK = 64
+# Step sizes of a linear layer's decay at the start, smallest and largest.
+LASTING, FORGETFUL = (0.001, 0.1), (0.03, 0.3)
 
 
 def config(architecture: str, pattern: str) -> Any:
@@ -92,7 +94,8 @@ def build(architecture: str, pattern: str, seed: int) -> nn.Module:
         embeddings[1:] += model.config.initializer_range * torch.sign(torch.randn(WIDTH))
         for layer in model.model.layers:
             if mixer(layer) is linear(layer):
-                _init_linear(linear(layer), architecture, len(pattern))
+                first = layer is model.model.layers[0]
+                _init_linear(linear(layer), architecture, len(pattern), FORGETFUL if first else LASTING)
             else:
                 _init_softmax(layer.self_attn, architecture)
     return model
@@ -108,12 +111,12 @@ def linear(layer: nn.Module) -> nn.Module | None:
     return getattr(layer, "linear_attn", None) or getattr(layer, "mamba", None)
 
 
-def _init_linear(module: nn.Module, architecture: str, depth: int) -> None:
-    """Decays from nearly none to a few tokens, a smoothing convolution, and (GDN) queries equal to keys."""
-    heads = module.A_log.numel()
-    step = torch.exp(torch.rand(heads) * (math.log(0.1) - math.log(0.001)) + math.log(0.001))
+def _init_linear(module: nn.Module, architecture: str, depth: int, steps: tuple[float, float]) -> None:
+    """Decays (log-uniform step sizes), a smoothing convolution, and (GDN) queries equal to keys."""
+    low, high = (math.log(step) for step in steps)
+    step = torch.exp(torch.rand(module.A_log.numel()) * (high - low) + low)
     module.dt_bias.data = step + torch.log(-torch.expm1(-step))  # what softplus makes `step` of
-    module.A_log.data = torch.log(torch.empty(heads).uniform_(1, 16))
+    module.A_log.data = torch.log(torch.empty_like(step).uniform_(1, 16))
     module.out_proj.weight.data /= (2 * depth) ** 0.25
     module.conv1d.weight.data = 0.3 + 0.15 * torch.randn_like(module.conv1d.weight)
     if architecture == "gdn":

@@ -121,34 +121,31 @@ def held_out(topic: str, place: str) -> bool:
 
 
 def story(rng: random.Random, length: int, test: bool = False) -> list[str]:
-    """Words of one text about one topic and one place. What may be said of a topic depends on its kind; the topic and
-    the place come back, so that copying from the context pays."""
+    """Words of one text about one topic and one place.
+
+    What may be said of a topic depends on its kind, and much of it on what was said before: the topic does one thing
+    after the other in a fixed order, keeps its quality, and each person has one way of seeing it. So the text cannot be
+    told from the last few words alone.
+    """
     while held_out(topic := rng.choice(list(_TOPIC)), place := rng.choice(_PLACES)) != test:
         pass
     _, verbs, joints = _TOPICS[_TOPIC[topic]]
     elsewhere = [other for other in _PLACES if test or not held_out(topic, other)]
+    deed, quality = rng.randrange(len(verbs)), rng.choice(_QUALITIES)
+    habits = {person: rng.choice(_SEEING) for person in _PEOPLE}
     words: list[str] = []
     while len(words) < length:
-        quality = [rng.choice(_QUALITIES)] if rng.random() < 0.4 else []
         where = place if rng.random() < 0.7 else rng.choice(elsewhere)
         kind = rng.random()
-        if kind < 0.4:
-            words += ["the", *quality, topic, rng.choice(verbs), rng.choice(joints), "the", where, "."]
-        elif kind < 0.65:
-            words += ["it", rng.choice(verbs), rng.choice(joints), "the", where, "."]
+        if kind < 0.65:
+            subject = ["the", *([quality] if rng.random() < 0.4 else []), topic] if kind < 0.4 else ["it"]
+            words += [*subject, verbs[deed], rng.choice(joints), "the", where, "."]
+            deed = (deed + 1) % len(verbs)
         elif kind < 0.85:
-            words += [
-                rng.choice(_PEOPLE),
-                rng.choice(_SEEING),
-                "the",
-                topic,
-                rng.choice(["and", "or"]),
-                "the",
-                where,
-                ".",
-            ]
+            person = rng.choice(_PEOPLE)
+            words += [person, habits[person], "the", topic, rng.choice(["and", "or"]), "the", where, "."]
         else:
-            words += ["there", "here", "the", topic, "and", "the", where, "are", rng.choice(_QUALITIES), "."]
+            words += ["there", "here", "the", topic, "and", "the", where, "are", quality, "."]
     return words[:length]
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from encode_address.run.store import write_whole
 from encode_address.train.build import build, grow, mixer
 from encode_address.train.data import FORMATS, Asked, ask, text_batch
-from encode_address.train.recipe import Stage
+from encode_address.train.recipe import Drop, Stage
 
 SAVE_EVERY, LOG_EVERY = 50, 25
 OTHERS = 0.1  # weight of the loss on tokens that are no answers
@@ -104,7 +104,7 @@ class Run:
                 group["lr"] = full * rate
         last = self.level == len(self.stage.levels) - 1
         if last and self.rng.random() < self.stage.text:
-            loss, line = self._text()
+            loss, line = self._text(share)
         else:
             loss, line = self._lookup(share)
         loss.backward()
@@ -114,9 +114,10 @@ class Run:
             optimizer.zero_grad()
         return line
 
-    def _text(self) -> tuple[torch.Tensor, dict[str, Any]]:
+    def _text(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
         ids = text_batch(self.stage.rows, self.rng)
-        logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
+        with self._dropped(self._drawn(share, ("text",)), None, ids.shape[1] - 1):
+            logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         self.text_loss = _running(self.text_loss, loss.item())
         return loss, self._line()
@@ -126,10 +127,11 @@ class Run:
         level = self.level if rng.random() < 0.85 else rng.randrange(self.level + 1)
         size, words = stage.levels[level]
         surfaces = [rng.choice(stage.surfaces) for _ in range(stage.questions)]
+        if self.stage.sizes and level == len(stage.levels) - 1:
+            size = rng.choice(stage.sizes)
         batch = ask(rng.choice(FORMATS), size, surfaces, stage.rows, self.generator, words)
-        fade = _fade(share, stage.drop_fade)
-        keyless, shortcut = rng.random() < stage.keyless * fade, rng.random() < stage.shortcut * fade
-        with self._dropped(batch, keyless, shortcut), self._attention() as weights:
+        drops = self._drawn(share, ("dictionary", "question", "answer", "lookup"))
+        with self._dropped(drops, batch, batch.ids.shape[1] - 1), self._attention() as weights:
             logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
         target = batch.ids[:, 1:]
         each = cross_entropy(logits.transpose(1, 2), target, reduction="none")
@@ -137,19 +139,19 @@ class Run:
         answers[batch.answers] = True
         answer = each[:, answers].mean()
         loss = answer + OTHERS * each[:, ~answers].mean()
-        read = 0.0
-        if stage.read:
-            mass = _read_mass(weights[0], batch)
-            read = mass.mean().item()
-            loss = loss - stage.read * _fade(share, stage.read_fade) * torch.log(mass + 1e-3).mean()
+        guided = {}
+        for guide in stage.guides:
+            mass = _mass_on(guide.target, weights[guide.layer], batch)
+            guided[guide.target] = round(mass.mean().item(), 3)
+            loss = loss - guide.weight * _fade(share, stage.guide_fade) * torch.log(mass + 1e-3).mean()
         right = (logits[:, answers].argmax(-1) == target[:, answers]).float().mean().item()
-        if keyless:
+        if any(drop.where == "dictionary" for drop in drops):
             self.keyless_accuracy = _running(self.keyless_accuracy, right)
         elif level == self.level:
             self.accuracy = _running(self.accuracy, right)
             if self.accuracy > stage.advance and self.level < len(stage.levels) - 1:
                 self.level, self.accuracy = self.level + 1, None
-        return loss, {**self._line(), "answer_loss": round(answer.item(), 4), "read": round(read, 3)}
+        return loss, {**self._line(), "answer_loss": round(answer.item(), 4), "attention": guided}
 
     def _line(self) -> dict[str, Any]:
         size, words = self.stage.levels[self.level]
@@ -157,28 +159,20 @@ class Run:
         return {"entries": size, "words": words, **{n: v and round(v, 4) for n, v in running.items()}}
 
     # -- what is imposed --------------------------------------------------------------
-    @contextmanager
-    def _dropped(self, batch: Asked, keyless: bool, shortcut: bool) -> Iterator[None]:
-        """Mixers set to zero: at the dictionary's positions, and around the answers' positions.
+    def _drawn(self, share: float, where: tuple[str, ...]) -> list[Drop]:
+        """The drops of this batch: none before the last level."""
+        last = self.level == len(self.stage.levels) - 1
+        fade = _fade(share, self.stage.drop_fade) if last else 0.0
+        return [drop for drop in self.stage.drops if drop.where in where and self.rng.random() < drop.often * fade]
 
-        A linear layer is stopped where it could carry the key one or two tokens on; a softmax layer, which could
-        fetch it from anywhere, everywhere after the dictionary.
-        """
-        layers, length, handles = self.model.model.layers, batch.ids.shape[1] - 1, []
-        masks: dict[int, torch.Tensor] = {}
-        if keyless:
+    @contextmanager
+    def _dropped(self, drops: list[Drop], batch: Asked | None, length: int) -> Iterator[None]:
+        layers, masks, handles = self.model.model.layers, {}, []
+        for drop in drops:
             mask = torch.ones(length)
-            mask[: batch.question] = 0
-            masks |= dict.fromkeys(self.stage.keyless_layers, mask)
-        if shortcut:
-            near = torch.ones(length)
-            near[batch.answers] = 0
-            near[[p - 1 for p in batch.answers if p - 1 not in batch.asked]] = 0
-            after = torch.ones(length)
-            after[batch.question :] = 0
-            for i in self.stage.shortcut_layers:
-                own = after if mixer(layers[i]) is getattr(layers[i], "self_attn", None) else near
-                masks[i] = masks.get(i, 1) * own
+            mask[_positions(drop.where, batch)] = 0
+            for i in drop.layers:
+                masks[i] = masks.get(i, 1) * mask
         for i, mask in masks.items():
             handles.append(mixer(layers[i]).register_forward_hook(_masking(mask)))
         try:
@@ -188,18 +182,31 @@ class Run:
                 handle.remove()
 
     @contextmanager
-    def _attention(self) -> Iterator[list[torch.Tensor]]:
-        """The attention weights of the reading layer, once the model has run."""
-        weights: list[torch.Tensor] = []
-        if not self.stage.read:
-            yield weights
-            return
-        reader = self.model.model.layers[self.stage.read_layer].self_attn
-        handle = reader.register_forward_hook(lambda module, inputs, output: weights.append(output[1]))
+    def _attention(self) -> Iterator[dict[int, torch.Tensor]]:
+        """The attention weights of the guided layers, once the model has run."""
+        weights: dict[int, torch.Tensor] = {}
+
+        def keep(layer: int) -> Callable:
+            return lambda module, inputs, output: weights.update({layer: output[1]})
+
+        layers = self.model.model.layers
+        handles = [layers[g.layer].self_attn.register_forward_hook(keep(g.layer)) for g in self.stage.guides]
         try:
             yield weights
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+
+def _positions(where: str, batch: Asked | None) -> slice | list[int]:
+    """Where a drop of this name acts (see `Drop`)."""
+    if where == "dictionary":
+        return slice(0, batch.question)
+    if where == "question":
+        return slice(batch.question, None)
+    if where == "answer":
+        return batch.answers + [p - 1 for p in batch.answers if p - 1 not in batch.asked]
+    return slice(None)
 
 
 def _masking(mask: torch.Tensor) -> Callable:
@@ -211,12 +218,18 @@ def _masking(mask: torch.Tensor) -> Callable:
     return hook
 
 
-def _read_mass(weights: torch.Tensor, batch: Asked) -> torch.Tensor:
-    """Attention from each answer's position on the later word of the entry asked for and the separator after it, mean
-    over heads: (batch, questions). In the reversed format the separator is where entries are read."""
-    rows = weights[:, :, batch.answers]
-    at = torch.tensor(batch.ends)[batch.targets][:, None, :, None].expand(-1, rows.shape[1], -1, 1)
-    return (rows.gather(3, at) + rows.gather(3, at + 1))[..., 0].mean(1)
+def _mass_on(target: str, weights: torch.Tensor, batch: Asked) -> torch.Tensor:
+    """Attention from each answer's position on a guide's target, mean over heads: (batch, questions).
+
+    Of an entry, its later word and the separator after it: in the reversed format entries are read there.
+    """
+    rows = weights[:, :, batch.answers].mean(1)
+    if target == "entry":
+        at = torch.tensor(batch.ends)[batch.targets][..., None]
+        return (rows.gather(2, at) + rows.gather(2, at + 1))[..., 0]
+    spans = zip([batch.question, *batch.answers], batch.answers)
+    asked = [[p for p in batch.asked if start <= p <= end] for start, end in spans]
+    return torch.stack([rows[:, turn, positions].sum(-1) for turn, positions in enumerate(asked)], 1)
 
 
 def _fade(share: float, span: tuple[float, float]) -> float:

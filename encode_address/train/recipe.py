@@ -16,14 +16,37 @@ ALL_SURFACES = ("equals", "is", "", "plain", "far", "near", "gap")
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Mixers of `layers` set to zero in a share `often` of the batches, at some positions.
+
+    `where`: "dictionary" (before the first question), "question" (from there on), "answer" (where an answer is given and
+    the position before, unless that is the key), "lookup" (everywhere in a dictionary batch), "text" (everywhere in a
+    text batch).
+    """
+
+    layers: tuple[int, ...]
+    where: str
+    often: float
+
+
+@dataclass(frozen=True)
+class Guide:
+    """An auxiliary loss: `weight` times -log of the attention of a softmax layer, from where an answer is given, on the
+    dictionary's `entry` asked for or on the `key` in the question."""
+
+    layer: int
+    target: str
+    weight: float
+
+
+@dataclass(frozen=True)
 class Stage:
     """One run of the training loop.
 
     Rates are constant after `warmup` steps and fall linearly over the last `decay` of them. `levels` is a curriculum of
-    (entries, words in use): the next comes when the running accuracy passes `advance`. Help that is *imposed* fades between
-    two shares of the steps: `read_fade` for `read` (an auxiliary loss: attention of softmax layer `read_layer` from the
-    answer's position on the entry asked for), `drop_fade` for mixers set to zero: those of `keyless_layers` at the
-    dictionary's positions in `keyless` of the batches, those of `shortcut_layers` at the answer in `shortcut` of them.
+    (entries, words in use): the next comes when the running accuracy passes `advance`; on the last, `sizes` are drawn
+    instead, if given. Help that is *imposed* fades between two shares of the steps: `guides` in `guide_fade`, `drops`
+    (which begin with the last level) in `drop_fade`.
     """
 
     name: str
@@ -32,6 +55,7 @@ class Stage:
     muon: float
     adam: float
     levels: tuple[tuple[int, int], ...] = ((8, len(KEYS)),)
+    sizes: tuple[int, ...] = ()
     advance: float = 0.75
     surfaces: tuple[str, ...] = ALL_SURFACES
     questions: int = 6
@@ -39,13 +63,9 @@ class Stage:
     text: float = 0.15
     warmup: int = 20
     decay: float = 0.35
-    read: float = 0.0
-    read_layer: int = -1
-    read_fade: tuple[float, float] = (0.55, 0.65)
-    keyless: float = 0.0
-    keyless_layers: tuple[int, ...] = ()
-    shortcut: float = 0.0
-    shortcut_layers: tuple[int, ...] = ()
+    guides: tuple[Guide, ...] = ()
+    guide_fade: tuple[float, float] = (0.55, 0.65)
+    drops: tuple[Drop, ...] = ()
     drop_fade: tuple[float, float] = (0.65, 0.8)
     origin: dict[int, int] = field(default_factory=dict)  # growth: layer -> layer of the stage before
 
@@ -63,9 +83,10 @@ def stages() -> tuple[Stage, ...]:
         text=0.0,
         warmup=50,
         decay=0.3,
-        read=0.5,
-        read_layer=5,
-        read_fade=(0.45, 0.55),
+        guides=(Guide(5, "entry", 0.5),),
+        guide_fade=(0.45, 0.55),
+        drops=(Drop((0,), "answer", 0.5),),
+        drop_fade=(0.8, 0.95),
     )
     grown = Stage(
         "grown",
@@ -73,12 +94,19 @@ def stages() -> tuple[Stage, ...]:
         steps=1200,
         muon=0.012,
         adam=3e-3,
-        read=0.5,
-        read_layer=7,
-        keyless=0.5,
-        keyless_layers=(4, 5, 6),
-        shortcut=0.3,
-        shortcut_layers=(0, 1, 2, 3),
+        guides=(Guide(7, "entry", 0.5),),
+        sizes=(8, 8, 8, 8, 4, 16),
+        text=0.25,
+        decay=0.5,
+        drops=(
+            Drop((4, 5, 6), "dictionary", 0.5),
+            Drop((2, 3), "question", 0.9),
+            Drop((2, 8), "lookup", 0.5),
+            Drop((0,), "answer", 0.3),
+            Drop((1,), "question", 0.3),
+            Drop((3, 4, 5, 6, 7), "text", 0.8),
+            Drop((8,), "text", 0.4),
+        ),
         origin=ORIGIN,
     )
     return base, grown
@@ -92,7 +120,7 @@ def imposed(recipe: tuple[Stage, ...]) -> list[str]:
         return f"off for the last {1 - fade[1]:.0%} of steps"
 
     return [
-        f"which softmax layer reads (auxiliary attention loss on L{last.read_layer}, {until(last.read_fade)})",
+        f"which softmax layer reads (auxiliary attention loss on L{last.guides[0].layer}, {until(last.guide_fade)})",
         "which block starts as Address (the only late block of the base that the model is grown from)",
         f"dictionary keys do not depend on the Address block (its mixers dropped at dictionary positions, {until(last.drop_fade)})",
         f"the earlier softmax and linear layers are not needed at the answer (dropped there, {until(last.drop_fade)})",
