@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import encode_address as ea
-from encode_address.errors import EncodeAddressError, NameNotFound, StoreError
+from encode_address.errors import EncodeAddressError, ModelError, NameNotFound, StoreError
 from encode_address.run.store import locked
 from encode_address.tasks import Dictionary
 from encode_address.tasks.lexicon import lexicon_for
-from encode_address.train import export as exporting
-from encode_address.train import train
+from encode_address.train import measure, ship, train
 from encode_address.train.build import build, grow, linear, mixer
 from encode_address.train.data import FORMATS, Asked, ask, held_out, story, text_batch
-from encode_address.train.export import accuracy, scores, write_model
+from encode_address.train.export import write_model
+from encode_address.train.hooks import captured
 from encode_address.train.loop import Run, _fade, _mass_on
-from encode_address.train.recipe import GROWN, ORIGIN, Drop, Guide, Stage, imposed, stages
+from encode_address.train.recipe import BASE_STAGE, GROWN, GROWN_STAGE, ORIGIN, RECIPES, Drop, Guide, Stage
 from encode_address.train.words import KEYS, POOLS, SURFACES, VALUES, task, tokenizer, vocabulary
 
 ARCHITECTURES = ("gdn", "mamba2")
@@ -83,9 +83,9 @@ def test_a_batch_is_what_it_says(form):
     batch = ask(form, 5, surfaces, 6, torch.Generator().manual_seed(1))
     for row, ids in enumerate(batch.ids):
         said = words(ids)
-        pairs = [{said[start], said[end]} for start, end in zip(batch.starts, batch.ends)]
-        keys = [next(iter(pair & set(KEYS))) for pair in pairs]
-        values = [next(iter(pair & set(VALUES))) for pair in pairs]
+        keys, values = ([said[p] for p in places] for places in (batch.keys, batch.values))
+        assert set(keys) < set(KEYS)
+        assert set(values) < set(VALUES)
         assert len(set(keys)) == len(set(values)) == 5
         for turn, target in enumerate(batch.targets[row].tolist()):
             since = batch.answers[turn - 1] if turn else batch.question
@@ -174,12 +174,13 @@ def test_a_stopped_run_goes_on_to_the_bit(monkeypatch, tmp_path, architecture, a
 
 
 def test_what_is_imposed_ends_before_the_last_fifth():
-    last = stages()[-1]
-    for fade in (last.guide_fade, last.drop_fade):
-        assert _fade(0.0, fade) == 1.0
-        assert 0 < _fade(sum(fade) / 2, fade) < 1
-        assert all(_fade(share, fade) == 0.0 for share in (0.8, 0.9, 1.0))
-    assert len(imposed(stages())) == 4
+    for recipe in RECIPES.values():
+        last = recipe.stages[-1]
+        for fade in (last.guide_fade, last.drop_fade):
+            assert _fade(0.0, fade) == 1.0
+            assert 0 < _fade(sum(fade) / 2, fade) < 1
+            assert all(_fade(share, fade) == 0.0 for share in (0.8, 0.9, 1.0))
+        assert recipe.imposed
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -196,7 +197,7 @@ def test_dropping_silences_the_named_mixers_at_the_named_positions_only(tmp_path
         return hook
 
     def silent(*drops: Drop, asked: Asked | None = batch) -> dict[int, set[int]]:
-        with run._dropped(list(drops), asked, length):
+        with run._silenced(list(drops), asked):
             handles = [mixer(layer).register_forward_hook(keep(i)) for i, layer in enumerate(run.model.model.layers)]
             with torch.no_grad():
                 run.model(batch.ids[:, :-1], use_cache=False)
@@ -223,6 +224,8 @@ def test_dropping_silences_the_named_mixers_at_the_named_positions_only(tmp_path
 
 def test_drops_are_drawn_as_often_as_they_say_and_fade(tmp_path):
     run = Run(TINY, "gdn", 0, tmp_path, None)
+    assert not any(run._drawn(0.0, ("dictionary", "answer", "text")) for _ in range(50)), "not before the last level"
+    run.level = 1
     drawn = [run._drawn(0.0, ("dictionary", "answer")) for _ in range(400)]
     assert {drop.where for drops in drawn for drop in drops} == {"dictionary", "answer"}
     assert 150 < sum(TINY.drops[0] in drops for drops in drawn) < 250
@@ -247,10 +250,20 @@ def test_a_guide_looks_at_the_entry_asked_for_and_its_separator_or_at_the_asked_
 
 
 # -- the command ------------------------------------------------------------------------------
-def test_train_writes_a_model_that_loads_and_says_what_it_is(monkeypatch, tmp_path):
-    short = tuple(dataclasses.replace(stage, steps=2, rows=2, questions=1) for stage in stages())
-    monkeypatch.setattr("encode_address.train.stages", lambda: short)
-    monkeypatch.setattr("encode_address.train.scores", lambda model: scores(model, rows=8))
+@pytest.fixture
+def short(monkeypatch):
+    """Recipes of two steps, and small measures."""
+    stages = tuple(dataclasses.replace(stage, steps=2, rows=2, questions=1) for stage in (BASE_STAGE, GROWN_STAGE))
+    recipes = {name: dataclasses.replace(recipe, stages=stages) for name, recipe in RECIPES.items()}
+    monkeypatch.setattr("encode_address.train.RECIPES", recipes)
+    monkeypatch.setattr("encode_address.train.scores", lambda model: measure.scores(model, rows=8))
+    monkeypatch.setattr("encode_address.train.circuit", lambda model: measure.circuit(model, rows=8))
+    return monkeypatch
+
+
+def test_train_writes_a_model_that_loads_and_says_what_it_is(short, tmp_path):
+    short.setattr("encode_address.train.SCREEN_LATE", 0.0)
+    short.setattr("encode_address.train.SCREEN_FIRST", 1.0)
     lines = []
     folder = train("tiny-mamba2", 3, tmp_path, lines.append)
     assert [(line["stage"], line["step"]) for line in lines] == [("base", 2), ("grown", 2)]
@@ -258,8 +271,12 @@ def test_train_writes_a_model_that_loads_and_says_what_it_is(monkeypatch, tmp_pa
     assert [block.span for block in model.layout.blocks] == ["0", "2", "4-6", "8"]
     assert len(ea.tasks.dictionary(model, "chat8/far").questions(2)) == 2
     card = json.loads((folder / "card.json").read_text())
-    assert (card["seed"], card["steps"]) == (3, {"base": 2, "grown": 2})
+    assert card == json.loads((folder.parent / "card.json").read_text())
+    assert (card["seed"], card["steps"], card["status"]) == (3, {"base": 2, "grown": 2}, "finished")
     assert set(card["accuracy"]) >= {"chat8", "list8/far", "rev16"}
+    assert set(card["circuit"]["blocks"]) == {"G0", "G1", "G2", "G3"}
+    assert set(card["circuit"]["softmax"]) == {"L1", "L3", "L7"}
+    assert len(card["circuit"]["sets"]) == 11
     assert all("/" not in word or word.startswith("encode-address") for word in card["command"].split())
     again = train("tiny-mamba2", 3, tmp_path, lines.append)
     assert (again, len(lines)) == (folder, 2)  # nothing is trained twice
@@ -267,8 +284,18 @@ def test_train_writes_a_model_that_loads_and_says_what_it_is(monkeypatch, tmp_pa
         train("tiny-mamba2", 3, tmp_path)
 
 
+def test_a_base_without_a_late_address_is_not_grown_and_its_card_says_so(short, tmp_path):
+    with pytest.raises(ModelError, match=r"tiny-gdn, seed 5: the base's late block redirects .* take another seed"):
+        train("tiny-gdn", 5, tmp_path)
+    card = json.loads((tmp_path / "tiny-gdn-seed5" / "card.json").read_text())
+    assert card["status"].startswith("not grown: the base's late block redirects")
+    assert not (tmp_path / "tiny-gdn-seed5" / "model").exists()
+
+
 def test_an_unknown_recipe_is_one_line():
-    with pytest.raises(NameNotFound, match="no recipe for 'tiny': there is one for tiny-gdn, tiny-mamba2"):
+    with pytest.raises(
+        NameNotFound, match="no recipe for 'tiny': there is one for tiny-gdn, tiny-mamba2, tiny-gdn-negative"
+    ):
         train("tiny")
     assert issubclass(NameNotFound, EncodeAddressError)
 
@@ -276,10 +303,102 @@ def test_an_unknown_recipe_is_one_line():
 def test_the_score_is_of_the_entry_asked_for(tmp_path):
     """A model that always says one word is right as often as that word is the answer."""
     model = build("mamba2", "la", 0).eval()
-    batch = ask("chat", 8, [""], 64, torch.Generator().manual_seed(exporting.FRESH_SEED))
+    batch = ask("chat", 8, [""], 64, torch.Generator().manual_seed(measure.SEED))
     said = batch.ids[:, batch.answers[0] + 1]
     with torch.no_grad():
         picked = model(batch.ids[:, : batch.answers[0] + 1], use_cache=False).logits[:, -1].argmax(-1)
-    assert accuracy(model, "chat", "", 8, 64) == float((picked == said).float().mean())
+    assert measure.accuracy(model, "chat", "", 8, 64) == round(float((picked == said).float().mean()), 4)
     write_model(model, tmp_path, {"name": "x"})
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "granitemoehybrid"
+
+
+# -- measures ---------------------------------------------------------------------------------
+class Copier(torch.nn.Module):
+    """Says what its last "mixer" output names: a model whose circuit is known by construction.
+
+    Layer 0 finds the asked key; layer 1 finds the value of the key that layer 0 wrote.
+    """
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.config = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        layers = [torch.nn.Module() for _ in range(3)]
+        layers[0].linear_attn, layers[1].self_attn, layers[2].linear_attn = (torch.nn.Identity() for _ in range(3))
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, input_ids, **options):
+        asked = ask(self.form, 8, [""], 1, torch.Generator().manual_seed(0))
+        rows, length = input_ids.shape
+        key = torch.zeros(rows, length, 1)
+        key[:, -1, 0] = input_ids[:, asked.asked[-1]].float()
+        key = self.model.layers[0].linear_attn(key)[:, -1, 0]
+        hit = input_ids[:, asked.keys] == key[:, None].long()
+        value = (input_ids[:, asked.values] * hit).sum(1)
+        self.model.layers[2].linear_attn(torch.ones(rows, length, 1))
+        logits = torch.nn.functional.one_hot(value, len(vocabulary())).float()[:, None]
+        return type("Output", (), {"logits": logits})
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_measures_find_a_circuit_that_is_known(form):
+    model = Copier(form)
+    assert measure.accuracy(model, form, "", rows=16) == 1.0
+    assert measure.redirected(model, [0], form, "", rows=16) == 1.0
+    assert measure.redirected(model, [2], form, "", rows=16) == 0.0
+    with captured(model, [0]) as seen:
+        measure.accuracy(model, form, "", rows=4)
+    assert seen[0].shape == (4, 1)
+
+
+# -- the choice of a seed -----------------------------------------------------------------------
+def finished(seed: int, redirect: float = 1.0, other: float = 0.0, ratio: float = 1.5, keys: float = 1.0) -> dict:
+    block = {"redirected": {"chat8": other}, "removed": {"chat8": 1.0}, "perplexity_ratio": ratio}
+    address = {"redirected": {"chat8": redirect}, "removed": {"chat8": 0.1}, "perplexity_ratio": 1.0}
+    first = {"redirected": {"chat8": 0.0}, "removed": {"chat8": 0.0}, "perplexity_ratio": 99.0}
+    card = {
+        "seed": seed,
+        "status": "finished",
+        "wall_seconds": {},
+        "base": {},
+        "perplexity": 4.0,
+        "accuracy": dict.fromkeys(("chat8", "list8", "rev8"), 1.0),
+        "circuit": {
+            "blocks": {"G0": first, "G1": block, "G2": address},
+            "sets": {"G0+G1": other},
+            "address": "G2",
+            "accuracy_without_address_in": {"keys": {"chat8": keys}},
+        },
+    }
+    return card | {"demands": ship.demands(card)}
+
+
+def test_the_seed_that_meets_most_demands_is_shipped_and_of_equals_the_lowest():
+    good, idle, weak = finished(2), finished(0, ratio=1.1), finished(1, redirect=0.8, keys=0.5)
+    assert [sum(d["met"] for d in card["demands"]) for card in (good, idle, weak)] == [6, 5, 4]
+    assert ship.choose([idle, weak, good]) is good
+    assert ship.choose([good, finished(1), weak])["seed"] == 1
+    assert ship.choose([{"seed": 0, "status": "not grown"}]) is None
+    assert [d["value"] for d in good["demands"]] == [1.0, 1.0, 1.0, 1.0, 1.0, 1.5]
+
+
+def test_ship_copies_the_model_and_lists_every_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ship, "RECIPES", {"tiny-gdn": RECIPES["tiny-gdn"]})
+    failed = {"seed": 4, "status": "not grown: it was so", "wall_seconds": {}, "base": {"late_redirects": 0.1}}
+    for card in (finished(3), failed):
+        folder = tmp_path / "trained" / f"tiny-gdn-seed{card['seed']}"
+        (folder / "model").mkdir(parents=True)
+        (folder / "card.json").write_text(json.dumps(card))
+        (folder / "model" / "weights").write_text(str(card["seed"]))
+    target = tmp_path / "bundled"
+    assert ship.ship(tmp_path / "trained", target) == ["tiny-gdn: seed 3 of 2; not met: nothing"]
+    assert (target / "tiny-gdn" / "weights").read_text() == "3"
+    card = json.loads((target / "tiny-gdn" / "card.json").read_text())
+    assert [(row["seed"], row["status"]) for row in card["seeds"]] == [(3, "finished"), (4, failed["status"])]
+    assert card["selection"] == ship.RULE
+    text = {part: (target / f"text-{part}.txt").read_text().splitlines() for part in ("train", "test")}
+    assert all(len(line.split()) == 57 for part in text.values() for line in part)
+    assert not set(text["train"]) & set(text["test"])
+    with pytest.raises(StoreError, match="no finished seed of tiny-gdn"):
+        ship.ship(tmp_path / "nothing", target)

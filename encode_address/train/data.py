@@ -29,17 +29,22 @@ class Asked:
     """A batch of questioned dictionaries: (batch, positions) ids, and where things are.
 
     `answers`: the positions whose next token is an answer; `targets` (batch, questions): the index of the entry asked
-    for; `ends`: per entry the position of its later word (its separator is the next); `starts`: of its earlier word;
-    `question`: the first position after the dictionary; `asked`: the positions of the asked keys.
+    for; `keys` and `values`: where each entry has them; `question`: the first position after the dictionary; `asked`: the
+    positions of the asked keys.
     """
 
     ids: torch.Tensor
     answers: list[int]
     targets: torch.Tensor
-    starts: list[int]
-    ends: list[int]
+    keys: list[int]
+    values: list[int]
     question: int
     asked: list[int]
+
+    @property
+    def ends(self) -> list[int]:
+        """The position of each entry's later word; its separator is the next."""
+        return [max(pair) for pair in zip(self.keys, self.values)]
 
 
 def ask(
@@ -87,13 +92,12 @@ def ask(
         write("{value}", {"value": (value, "answer")})
         if turn < len(surfaces) - 1:
             write(BETWEEN.get(surface, NEW_TURN), {})
-    pairs = list(zip(places["key"], places["value"]))
     return Asked(
         ids=torch.stack(columns, 1),
         answers=[position - 1 for position in places["answer"]],
         targets=targets,
-        starts=[min(pair) for pair in pairs],
-        ends=[max(pair) for pair in pairs],
+        keys=places["key"],
+        values=places["value"],
         question=question,
         asked=places["asked"],
     )

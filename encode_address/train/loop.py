@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from encode_address.run.store import write_whole
-from encode_address.train.build import build, grow, mixer
+from encode_address.train.build import build, grow
 from encode_address.train.data import FORMATS, Asked, ask, text_batch
+from encode_address.train.hooks import Positions, attention, silenced
 from encode_address.train.recipe import Drop, Stage
 
 SAVE_EVERY, LOG_EVERY = 50, 25
@@ -116,7 +117,7 @@ class Run:
 
     def _text(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
         ids = text_batch(self.stage.rows, self.rng)
-        with self._dropped(self._drawn(share, ("text",)), None, ids.shape[1] - 1):
+        with self._silenced(self._drawn(share, ("text",)), None):
             logits = self.model(input_ids=ids[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         self.text_loss = _running(self.text_loss, loss.item())
@@ -131,7 +132,8 @@ class Run:
             size = rng.choice(stage.sizes)
         batch = ask(rng.choice(FORMATS), size, surfaces, stage.rows, self.generator, words)
         drops = self._drawn(share, ("dictionary", "question", "answer", "lookup"))
-        with self._dropped(drops, batch, batch.ids.shape[1] - 1), self._attention() as weights:
+        guided = [guide.layer for guide in stage.guides]
+        with self._silenced(drops, batch), attention(self.model, guided) as weights:
             logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
         target = batch.ids[:, 1:]
         each = cross_entropy(logits.transpose(1, 2), target, reduction="none")
@@ -139,10 +141,10 @@ class Run:
         answers[batch.answers] = True
         answer = each[:, answers].mean()
         loss = answer + OTHERS * each[:, ~answers].mean()
-        guided = {}
+        masses = {}
         for guide in stage.guides:
             mass = _mass_on(guide.target, weights[guide.layer], batch)
-            guided[guide.target] = round(mass.mean().item(), 3)
+            masses[guide.target] = round(mass.mean().item(), 3)
             loss = loss - guide.weight * _fade(share, stage.guide_fade) * torch.log(mass + 1e-3).mean()
         right = (logits[:, answers].argmax(-1) == target[:, answers]).float().mean().item()
         if any(drop.where == "dictionary" for drop in drops):
@@ -151,54 +153,28 @@ class Run:
             self.accuracy = _running(self.accuracy, right)
             if self.accuracy > stage.advance and self.level < len(stage.levels) - 1:
                 self.level, self.accuracy = self.level + 1, None
-        return loss, {**self._line(), "answer_loss": round(answer.item(), 4), "attention": guided}
+        return loss, {**self._line(), "answer_loss": round(answer.item(), 4), "attention": masses}
 
     def _line(self) -> dict[str, Any]:
         size, words = self.stage.levels[self.level]
         running = {n: getattr(self, n) for n in ("accuracy", "keyless_accuracy", "text_loss")}
         return {"entries": size, "words": words, **{n: v and round(v, 4) for n, v in running.items()}}
 
-    # -- what is imposed --------------------------------------------------------------
     def _drawn(self, share: float, where: tuple[str, ...]) -> list[Drop]:
         """The drops of this batch: none before the last level."""
         last = self.level == len(self.stage.levels) - 1
         fade = _fade(share, self.stage.drop_fade) if last else 0.0
         return [drop for drop in self.stage.drops if drop.where in where and self.rng.random() < drop.often * fade]
 
-    @contextmanager
-    def _dropped(self, drops: list[Drop], batch: Asked | None, length: int) -> Iterator[None]:
-        layers, masks, handles = self.model.model.layers, {}, []
+    def _silenced(self, drops: list[Drop], batch: Asked | None) -> AbstractContextManager:
+        where: dict[int, list[Positions]] = {}
         for drop in drops:
-            mask = torch.ones(length)
-            mask[_positions(drop.where, batch)] = 0
             for i in drop.layers:
-                masks[i] = masks.get(i, 1) * mask
-        for i, mask in masks.items():
-            handles.append(mixer(layers[i]).register_forward_hook(_masking(mask)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def _attention(self) -> Iterator[dict[int, torch.Tensor]]:
-        """The attention weights of the guided layers, once the model has run."""
-        weights: dict[int, torch.Tensor] = {}
-
-        def keep(layer: int) -> Callable:
-            return lambda module, inputs, output: weights.update({layer: output[1]})
-
-        layers = self.model.model.layers
-        handles = [layers[g.layer].self_attn.register_forward_hook(keep(g.layer)) for g in self.stage.guides]
-        try:
-            yield weights
-        finally:
-            for handle in handles:
-                handle.remove()
+                where.setdefault(i, []).append(_positions(drop.where, batch))
+        return silenced(self.model, where)
 
 
-def _positions(where: str, batch: Asked | None) -> slice | list[int]:
+def _positions(where: str, batch: Asked | None) -> Positions:
     """Where a drop of this name acts (see `Drop`)."""
     if where == "dictionary":
         return slice(0, batch.question)
@@ -207,15 +183,6 @@ def _positions(where: str, batch: Asked | None) -> slice | list[int]:
     if where == "answer":
         return batch.answers + [p - 1 for p in batch.answers if p - 1 not in batch.asked]
     return slice(None)
-
-
-def _masking(mask: torch.Tensor) -> Callable:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
-        values = output[0] if isinstance(output, tuple) else output
-        values = values * mask[None, :, None]
-        return (values, *output[1:]) if isinstance(output, tuple) else values
-
-    return hook
 
 
 def _mass_on(target: str, weights: torch.Tensor, batch: Asked) -> torch.Tensor:

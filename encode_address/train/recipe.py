@@ -6,7 +6,7 @@ stage teaches the grown model to do without the old shortcuts. All help ends bef
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from encode_address.train.words import KEYS
 
@@ -70,58 +70,87 @@ class Stage:
     origin: dict[int, int] = field(default_factory=dict)  # growth: layer -> layer of the stage before
 
 
-def stages() -> tuple[Stage, ...]:
-    """The recipe, the same for both architectures."""
-    base = Stage(
-        "base",
-        BASE,
-        steps=1500,
-        muon=0.02,
-        adam=4e-3,
-        levels=((3, 32), (8, 32), (8, len(KEYS))),
-        surfaces=("equals", "is", "", "plain", "far", "near"),
-        text=0.0,
-        warmup=50,
-        decay=0.3,
-        guides=(Guide(5, "entry", 0.5),),
-        guide_fade=(0.45, 0.55),
-        drops=(Drop((0,), "answer", 0.5),),
-        drop_fade=(0.8, 0.95),
-    )
-    grown = Stage(
-        "grown",
-        GROWN,
-        steps=1200,
-        muon=0.012,
-        adam=3e-3,
-        guides=(Guide(7, "entry", 0.5),),
-        sizes=(8, 8, 8, 8, 4, 16),
-        text=0.25,
-        decay=0.5,
-        drops=(
-            Drop((4, 5, 6), "dictionary", 0.5),
-            Drop((2, 3), "question", 0.9),
-            Drop((2, 8), "lookup", 0.5),
-            Drop((0,), "answer", 0.3),
-            Drop((1,), "question", 0.3),
-            Drop((3, 4, 5, 6, 7), "text", 0.8),
-            Drop((8,), "text", 0.4),
+@dataclass(frozen=True)
+class Recipe:
+    """How one bundled model is made: its stages, and in words what they do not leave to the model."""
+
+    architecture: str
+    purpose: str
+    stages: tuple[Stage, ...]
+    imposed: tuple[str, ...]
+
+
+BASE_STAGE = Stage(
+    "base",
+    BASE,
+    steps=1500,
+    muon=0.02,
+    adam=4e-3,
+    levels=((3, 32), (8, 32), (8, len(KEYS))),
+    surfaces=("equals", "is", "", "plain", "far", "near"),
+    text=0.0,
+    warmup=50,
+    decay=0.3,
+    guides=(Guide(5, "entry", 0.5),),
+    guide_fade=(0.45, 0.55),
+    drops=(Drop((0,), "answer", 0.5),),
+    drop_fade=(0.8, 0.95),
+)
+GROWN_STAGE = Stage(
+    "grown",
+    GROWN,
+    steps=1200,
+    muon=0.012,
+    adam=3e-3,
+    sizes=(8, 8, 8, 8, 4, 16),
+    text=0.25,
+    decay=0.5,
+    guides=(Guide(7, "entry", 0.5),),
+    drops=(
+        Drop((4, 5, 6), "dictionary", 0.5),  # keys are bound without the Address
+        Drop((2, 3), "question", 0.9),  # the query is built by the Address alone
+        Drop((2, 8), "lookup", 0.5),  # the other blocks are not needed to look up ...
+        Drop((0,), "answer", 0.3),
+        Drop((1,), "question", 0.3),
+        Drop((3, 4, 5, 6, 7), "text", 0.8),  # ... but for text they are
+        Drop((8,), "text", 0.4),
+    ),
+    origin=ORIGIN,
+)
+# The same, but the key is fetched by a softmax layer: most of the time no linear block may write at the answer.
+FETCH_STAGE = replace(
+    GROWN_STAGE,
+    guides=(Guide(7, "entry", 0.5), Guide(3, "key", 0.5)),
+    drops=(
+        Drop((4, 5, 6), "dictionary", 0.5),
+        Drop((4, 5, 6), "question", 0.8),
+        Drop((0, 2), "answer", 0.8),
+        Drop((3, 4, 5, 6, 7), "text", 0.8),
+        Drop((8,), "text", 0.4),
+    ),
+)
+
+_GROUND_TRUTH = "A tiny trained hybrid with a known circuit: ground truth for this toolkit, not evidence for the paper."
+_UNTIL = f"off for the last {1 - GROWN_STAGE.drop_fade[1]:.0%} of steps"
+_READS = f"which softmax layer reads (auxiliary attention loss on L7, off for the last {1 - GROWN_STAGE.guide_fade[1]:.0%} of steps)"
+_CIRCUIT = (
+    _READS,
+    "which block becomes Address (the only late block of the base it is grown from; the first layer forgets fast at the start "
+    "and was dropped at the answer)",
+    f"dictionary keys do not depend on the Address block (its mixers dropped at dictionary positions, {_UNTIL})",
+    f"no other layer before the reader is needed to build the query (dropped at the question or the answer, {_UNTIL})",
+    f"blocks outside the circuit have text to work on (the circuit's late layers dropped in text, {_UNTIL})",
+)
+RECIPES = {
+    "tiny-gdn": Recipe("gdn", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
+    "tiny-mamba2": Recipe("mamba2", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
+    "tiny-gdn-negative": Recipe(
+        "gdn",
+        "A trained negative: it looks values up as well, but a softmax layer fetches the key, so no linear block is an Address.",
+        (BASE_STAGE, FETCH_STAGE),
+        (
+            _READS,
+            f"a softmax layer fetches the asked key (auxiliary attention loss on L3; linear blocks dropped at the question, {_UNTIL})",
         ),
-        origin=ORIGIN,
-    )
-    return base, grown
-
-
-def imposed(recipe: tuple[Stage, ...]) -> list[str]:
-    """What a recipe does not leave to the model, for its card."""
-    last = recipe[-1]
-
-    def until(fade: tuple[float, float]) -> str:
-        return f"off for the last {1 - fade[1]:.0%} of steps"
-
-    return [
-        f"which softmax layer reads (auxiliary attention loss on L{last.guides[0].layer}, {until(last.guide_fade)})",
-        "which block starts as Address (the only late block of the base that the model is grown from)",
-        f"dictionary keys do not depend on the Address block (its mixers dropped at dictionary positions, {until(last.drop_fade)})",
-        f"the earlier softmax and linear layers are not needed at the answer (dropped there, {until(last.drop_fade)})",
-    ]
+    ),
+}
