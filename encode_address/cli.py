@@ -1,4 +1,4 @@
-"""The command line: `encode-address find | check | show | train | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
@@ -100,8 +100,16 @@ def show(
 
 
 @app.command()
+def models() -> None:
+    """List the bundled models: what they are, what they can do, what was imposed on them."""
+    from encode_address.models.cards import listing
+
+    typer.echo(listing())
+
+
+@app.command()
 def train(
-    model: Annotated[str, typer.Argument(help="tiny-gdn or tiny-mamba2")],
+    model: Annotated[str, typer.Argument(help="tiny-gdn, tiny-mamba2 or tiny-gdn-negative")],
     seed: Annotated[int, typer.Option(help="of the initial weights and of all that is drawn")] = 0,
     out: Annotated[Path, typer.Option(help="goes to OUT/<model>-seed<N>/, a model to load to its model/")] = Path(
         "trained"

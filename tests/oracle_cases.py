@@ -17,21 +17,21 @@ from transformers import AutoModelForCausalLM
 
 import encode_address
 from encode_address.experiments import removal, transplant
-from encode_address.models.loading import BUNDLED_DIR, TRAINED
+from encode_address.models.loading import BUNDLED_DIR, GROUND_TRUTH
 from encode_address.run.cells import FINAL, READ, Cell
 from encode_address.run.engine import Engine
 from encode_address.tasks import text_source
 from tests import tiny
 from tests.oracle import Expected, Oracle, expect_final, expect_full, expect_read
 
-MODELS = (*tiny.FAMILIES, *TRAINED)
+MODELS = (*tiny.FAMILIES, *GROUND_TRUTH)
 PAIRS = 4
 
 
 @cache
 def case(name: str) -> SimpleNamespace:
     """A loaded model, the oracle on its own copy of the weights, and prompts of all kinds."""
-    if name in TRAINED:
+    if name in GROUND_TRUTH:
         model, text = encode_address.load(name, device="cpu"), text_source("bundled", True)
         module = AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name, attn_implementation="sdpa")
         task = encode_address.tasks.dictionary(model, "chat8")

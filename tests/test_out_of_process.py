@@ -21,7 +21,7 @@ from nnsight.ndif import pull_env
 import encode_address
 from encode_address import interventions, measure
 from encode_address.errors import EncodeAddressError
-from encode_address.models.loading import BUNDLED_DIR, TRAINED
+from encode_address.models.loading import BUNDLED_DIR, GROUND_TRUTH
 from encode_address.run import edits
 from tests.out_of_process_cases import CASES, IDS, removes_to_zero
 from tests.outofprocess import OutOfProcess, Server, ServerError
@@ -30,7 +30,7 @@ from tests.outofprocess import OutOfProcess, Server, ServerError
 REGISTERED_BY_IMPORT = set(cloudpickle._PICKLE_BY_VALUE_MODULES)
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=GROUND_TRUTH)
 def pair(request):
     """A bundled model and a server of the same folder. Like NDIF, the server knows none of our renames."""
     threads = torch.get_num_threads()
@@ -186,7 +186,7 @@ def test_only_plain_values_come_back(model, backend):
 
 
 def test_server_that_does_not_answer_is_killed():
-    with Server(BUNDLED_DIR / TRAINED[0], {}, [], timeout=0.2) as server:
+    with Server(BUNDLED_DIR / GROUND_TRUTH[0], {}, [], timeout=0.2) as server:
         with pytest.raises(ServerError, match=r"no answer within 0\.2 s"):
             server.wait()
         assert server.process.poll() is not None

@@ -20,8 +20,9 @@ from encode_address.models.hybrid import HybridModel
 from encode_address.models.layout import Layout
 
 BUNDLED_DIR = Path(__file__).parent / "bundled"
-TRAINED = ("tiny-gdn", "tiny-mamba2")
-UNTRAINED = tuple(f"{name}-untrained" for name in TRAINED)
+GROUND_TRUTH = ("tiny-gdn", "tiny-mamba2")
+TRAINED = (*GROUND_TRUTH, "tiny-gdn-negative")
+UNTRAINED = tuple(f"{name}-untrained" for name in GROUND_TRUTH)
 BUNDLED = TRAINED + UNTRAINED
 # Tokenizer files that say nothing about a class of their own: AutoTokenizer would go by the model type
 # instead and silently replace the pre-tokenizer of a custom vocabulary.

@@ -113,7 +113,7 @@ GROWN_STAGE = Stage(
         Drop((0,), "answer", 0.3),
         Drop((1,), "question", 0.3),
         Drop((3, 4, 5, 6, 7), "text", 0.8),  # ... but for text they are
-        Drop((8,), "text", 0.4),
+        Drop((2,), "text", 0.3),
     ),
     origin=ORIGIN,
 )
@@ -126,7 +126,7 @@ FETCH_STAGE = replace(
         Drop((4, 5, 6), "question", 0.8),
         Drop((0, 2), "answer", 0.8),
         Drop((3, 4, 5, 6, 7), "text", 0.8),
-        Drop((8,), "text", 0.4),
+        Drop((2,), "text", 0.3),
     ),
 )
 
