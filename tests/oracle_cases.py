@@ -77,7 +77,9 @@ def expect(one: SimpleNamespace, cells: Sequence[Cell]) -> Expected:
     return expect_full(one.oracle, cells, lambda: mean_outputs(one.name))
 
 
-def agree(one: SimpleNamespace, cells: Sequence[Cell], table: pd.DataFrame, expected: Expected) -> pd.Series:
+def agree(
+    one: SimpleNamespace, cells: Sequence[Cell], table: pd.DataFrame, expected: Expected, size: float = 1e-5
+) -> pd.Series:
     """Assert that a table equals what the oracle says; returns the oracle's margins (NaN where only attention is read)."""
     margins = []
     for cell, (_, row), want in zip(cells, table.iterrows(), expected):
@@ -90,16 +92,18 @@ def agree(one: SimpleNamespace, cells: Sequence[Cell], table: pd.DataFrame, expe
             assert abs(row["loss"] - float(want["loss"])) <= 1e-5 * max(1.0, float(want["loss"])), what
             margins.append(float(want["loss"]))
         elif "logits" in want:
-            margins.append(_same_answer(one, cell, row, want["logits"], what))
+            margins.append(_same_answer(one, cell, row, want["logits"], what, size))
         else:
             margins.append(float("nan"))
     return pd.Series(margins, index=table.index)
 
 
-def _same_answer(one: SimpleNamespace, cell: Cell, row: pd.Series, logits: torch.Tensor, what: str) -> float:
+def _same_answer(
+    one: SimpleNamespace, cell: Cell, row: pd.Series, logits: torch.Tensor, what: str, size: float
+) -> float:
     first, second = (token for _, token in cell.outcomes[:2])
     margin = float(logits[first] - logits[second])
-    assert abs(row["margin"] - margin) <= tolerance(logits), what
+    assert abs(row["margin"] - margin) <= tolerance(logits, size), what
     said = int(logits.argmax())
     word = one.model.tokenizer.convert_ids_to_tokens(said)  # None for a row of the head beyond the tokenizer
     assert pd.isna(row["said"]) if word is None else row["said"] == word, what

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from encode_address.errors import RunError, TaskError
-from encode_address.run.cells import EMBED, FINAL, FULL, MODES, ON_PATH, READ, Cell
+from encode_address.run.cells import EMBED, FINAL, FULL, MODES, ON_PATH, READ, Cell, Edit
 from tests.test_cells import ANSWER, CONTEXT, DONOR, HOST, PATCHED, prompt
 
 AT_THE_END = "the final path edits the last position only"
@@ -25,12 +25,35 @@ SHORT = {"host": prompt(1), "donor": prompt(1), "layers": (2,), "where": (0,), "
         ("none", {"layers": (0,), **ANSWER}, "none with layers (0,)"),
         ("remove", {}, "remove with layers none: an edit needs layers"),
         ("remove", {"path": "side", "layers": (2,)}, "unknown path 'side': use one of final, full, read: {"),
-        ("truncate", {"path": FULL, "layers": (2,)}, "the full path does not run truncate"),
         ("state", {**STATE, "path": FULL}, "the full path does not run state"),
         ("state", {**SHORT}, "the full path does not run state"),
-        ("remove", {"path": FINAL, "layers": (2,)}, "the final path does not run remove"),
+        ("remove", {"path": FINAL, "layers": (2,)}, AT_THE_END),
+        ("remove", {"path": FINAL, "layers": (2,), "where": (3,)}, AT_THE_END),
         ("heads", {"path": FINAL, "layers": (2,), "head": 0}, "the final path does not run heads"),
-        ("key", {**PATCHED, "path": FINAL}, "the final path does not run key"),
+        ("key", {**PATCHED, "path": FINAL, "where": (3,), "source": (3,)}, AT_THE_END),
+        ("none", {"path": FINAL, **ANSWER, "also": (Edit("remove", (2,)),)}, AT_THE_END),
+        ("none", {"path": READ, **WATCHED, "also": (Edit("remove", (2,)),)}, "the read path edits nothing"),
+        ("truncate", {"layers": (2,), "also": (Edit("remove", (3,)),)}, "an edit above the layer that the model stops"),
+        (
+            "remove",
+            {"layers": (2,), "also": (Edit("remove", (1, 2)),)},
+            "the same layer is edited twice in the same way",
+        ),
+        ("remove", {"layers": (2,), "also": (Edit("truncate", (1,)),)}, "no further edit 'truncate'"),
+        ("remove", {"layers": (2,), "also": (Edit("transplant", (1,)),)}, "transplant needs a donor, and positions"),
+        (
+            "remove",
+            {"layers": (2,), "under": (Edit("remove", (1,)),)},
+            "remove has no donor's run that could be edited",
+        ),
+        ("state", {**STATE, "under": (Edit("remove", (1,)),)}, "state has no donor's run that could be edited"),
+        ("transplant", {**PATCHED, "mode": "random", "under": (Edit("remove", (1,)),)}, "noise is scaled by a donor's"),
+        (
+            "transplant",
+            {**PATCHED, "under": (Edit("state", (1,), donor=DONOR),)},
+            "a donor's run cannot be under state",
+        ),
+        ("transplant", {**PATCHED, "under": (Edit("heads", (1,)),)}, ONE_HEAD),
         ("transplant", {**PATCHED, "path": READ}, "the read path does not run transplant"),
         ("none", {"host": prompt(1), "path": FINAL, **ANSWER}, "the final path needs prompts of two tokens or more"),
         ("transplant", {**SHORT, "path": FINAL}, "the final path needs prompts of two tokens or more"),
@@ -67,6 +90,8 @@ SHORT = {"host": prompt(1), "donor": prompt(1), "layers": (2,), "where": (0,), "
         ("query", {**PATCHED, "source": (3,)}, "query keeps its position: where and source"),
         ("key", {**PATCHED, "source": (3,)}, "key keeps its position: where and source"),
         ("query", {**PATCHED, "where": (3,), "source": (3,)}, "query is edited at the last position"),
+        ("gate", {**PATCHED, "where": (3,), "source": (3,)}, "gate is edited at the last position"),
+        ("value", {**PATCHED, "source": (3,)}, "value keeps its position: where and source"),
         ("state", {**STATE, "mode": "outputs"}, "state has no mode 'outputs'"),
         ("remove", {"layers": (2,), "mode": "median"}, "remove has no mode 'median'"),
         ("transplant", {**PATCHED, "mode": "zero"}, "transplant has no mode 'zero'"),
@@ -78,8 +103,9 @@ SHORT = {"host": prompt(1), "donor": prompt(1), "layers": (2,), "where": (0,), "
         ("remove", {"layers": (EMBED, 2)}, "remove does not run on the embeddings"),
         ("heads", {"layers": (EMBED,), "head": 0}, "heads does not run on the embeddings"),
         ("truncate", {"layers": (EMBED,)}, "truncate does not run on the embeddings"),
-        ("remove", {"where": (1,), "source": (1,), "layers": (2,)}, "remove takes no donor and no positions"),
-        ("none", {"where": (1,), "source": (1,), **ANSWER}, "none takes no donor and no positions"),
+        ("remove", {"where": (1,), "source": (1,), "layers": (2,)}, "remove takes no donor"),
+        ("heads", {"where": (1,), "layers": (2,), "head": 0}, "heads takes no positions"),
+        ("none", {"where": (1,), "source": (1,), **ANSWER}, "none takes no donor"),
         ("transplant", {**PATCHED, "where": (3, 3), "source": (3, 3)}, "named twice"),
         ("remove", {"layers": (2, 2)}, "named twice"),
         ("remove", {"layers": (-2,)}, "layers count from 0"),

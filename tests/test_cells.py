@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encode_address.errors import RunError
-from encode_address.run.cells import EMBED, FINAL, FULL, INTERVENTIONS, READ, Cell, context_of
+from encode_address.run.cells import EMBED, FINAL, FULL, INTERVENTIONS, PATCHES, READ, Cell, Edit, context_of
 from encode_address.tasks.prompts import Prompt
 
 
@@ -26,10 +26,22 @@ PROMPTS = [
     for last in (90, 91)  # prompts of one first and length share their prefix
     for choices in (0, 2)
 ]
-VERBS = ("none", "remove", "heads", "transplant", "embeddings", "query", "key", "state", "truncate", "text")
+VERBS = (
+    "none", "remove", "heads", "transplant", "embeddings", "query", "key", "value", "gate", "input", "residual", "state",
+    "truncate", "text",
+)  # fmt: skip
 LAYERS = [(0,), (0, 1), (2,), (0, 2), (3,), (1, 2, 5)]
 outcomes = st.sampled_from([(), (("correct", 1),), (("correct", 1), ("swapped", 2)), (("correct", 2), ("kept", 1))])
 watches = st.lists(st.tuples(st.sampled_from([1, 3]), st.integers(0, 1)), max_size=2, unique=True).map(tuple)
+
+
+def further(host: Prompt, donor: Prompt) -> list[tuple[Edit, ...]]:
+    """Edits of a host beside the main one, on a layer of their own: removal, or a donor's output, plain or edited."""
+    ends = {"where": host.final, "source": host.final}
+    plain = Edit("transplant", (4,), donor=donor, **ends)
+    removed = Edit("remove", (4,))
+    twice = Edit("transplant", (4,), donor=donor, under=(Edit("remove", (1,)),), **ends)
+    return [(removed,), (plain,), (twice,), (plain, Edit("key", (7,), donor=donor, **ends))]
 
 
 @st.composite
@@ -47,8 +59,13 @@ def cells(draw, verbs=VERBS, pool=PROMPTS):
     }
     layers, path = draw(st.sampled_from(LAYERS)), draw(st.sampled_from(["", FULL]))
     at_the_end = {"donor": donor, "where": host.final, "source": host.final, "layers": layers}
+    shared["also"] = draw(st.sampled_from([(), *further(host, donor)]))
+    if verb in PATCHES:
+        at_the_end["under"] = draw(st.sampled_from([(), *further(donor, host)]))
     if verb == "none":
         path = draw(st.sampled_from([FULL, READ, FINAL] if long else [FULL, READ]))
+        if path != FULL:
+            shared["also"] = ()
         if path == READ:
             shared |= {"outcomes": (), "watch": shared["watch"] or ((1, 0),)}
         return Cell("none", host, path, **shared)
@@ -57,23 +74,27 @@ def cells(draw, verbs=VERBS, pool=PROMPTS):
         mode = draw(st.sampled_from(["zero", "mean"])) if touched else ""
         return Cell("remove" if touched else "none", host, layers=touched, mode=mode, text=True)
     if verb == "remove":
-        return Cell("remove", host, layers=layers, mode=draw(st.sampled_from(["zero", "mean"])), **shared)
+        where = draw(st.sampled_from([(), (0,), host.final]))
+        return Cell("remove", host, layers=layers, where=where, mode=draw(st.sampled_from(["zero", "mean"])), **shared)
     if verb == "heads":
         return Cell("heads", host, layers=layers[-1:], head=draw(st.integers(0, 1)), mode="zero", **shared)
     if verb == "truncate":
-        return Cell("truncate", host, layers=layers[-1:], **shared | {"watch": ()})
+        also = tuple(e for e in shared["also"] if max(e.layers) <= layers[-1])
+        return Cell("truncate", host, layers=layers[-1:], **shared | {"watch": (), "also": also})
     if verb == "state":
         mode = draw(st.sampled_from(["recurrent", "conv", "both"]))
-        return Cell("state", host, layers=layers, donor=donor, mode=mode, **shared)
-    if verb == "query":
-        return Cell("query", host, path, head=draw(st.integers(-1, 1)), **at_the_end, **shared)
+        also = tuple(edit for edit in shared["also"] if edit.at_the_end(host))
+        return Cell("state", host, layers=layers, donor=donor, mode=mode, **shared | {"also": also})
+    if verb in ("query", "gate"):
+        return Cell(verb, host, path, head=draw(st.integers(-1, 1)), **at_the_end, **shared)
     where = draw(st.lists(st.integers(0, len(host) - 1), min_size=1, max_size=3, unique=True).map(tuple))
-    if verb == "key":
-        return Cell("key", host, **at_the_end | {"where": where, "source": where}, **shared)
+    if verb in ("key", "value", "input", "residual"):
+        return Cell(verb, host, **at_the_end | {"where": where, "source": where}, **shared)
     if verb == "embeddings":
         where = draw(st.sampled_from([where, host.final]))
         return Cell("transplant", host, layers=(EMBED,), donor=donor, where=where, source=where, mode=verb, **shared)
     mode = draw(st.sampled_from(["outputs", "random"]))
+    at_the_end["under"] = () if mode == "random" else at_the_end["under"]
     if draw(st.booleans()):
         return Cell("transplant", host, path, mode=mode, **at_the_end, **shared)
     return Cell("transplant", host, mode=mode, **at_the_end | {"where": where, "source": where}, **shared)
@@ -89,6 +110,8 @@ def content(cell: Cell) -> tuple:
     for name in ("host", "donor"):
         fields[name] = fields[name] and (fields[name].ids, fields[name].choices)
     fields["labels"] = tuple(sorted(fields["labels"].items()))
+    for name in ("also", "under"):
+        fields[name] = tuple(edit.work for edit in fields[name])
     return tuple(fields.items())
 
 
@@ -137,6 +160,11 @@ CHANGES = {
     "outcome name": {"outcomes": (("redirected", 7), ("stayed", 8))},
     "outcome order": {"outcomes": (("kept", 8), ("redirected", 7))},
     "watched head": {"watch": ((3, 1),)},
+    "an edit of the donor's run": {"under": (Edit("remove", (1,)),)},
+    "another edit of it": {"under": (Edit("remove", (0,)),)},
+    "a further edit": {"also": (Edit("remove", (1,)),)},
+    "a further edit, later": {"also": (Edit("remove", (7,)),)},
+    "two of them": {"also": (Edit("remove", (1,)), Edit("remove", (7,)))},
     "no measures": {"outcomes": (), "watch": ()},
     "text": {"outcomes": (), "watch": (), "text": True},
     "longer host": {
@@ -200,9 +228,20 @@ ANSWER = {"outcomes": (("correct", 1),)}
         ("state", {"layers": (2,), "donor": DONOR, "mode": "recurrent"}, FINAL),
         ("query", PATCHED, FINAL),
         ("query", {**PATCHED, "head": 1}, FINAL),
-        ("key", PATCHED, FULL),
+        ("key", PATCHED, FINAL),
         ("key", {**PATCHED, "where": (0, 1), "source": (0, 1)}, FULL),
+        ("value", PATCHED, FINAL),
+        ("gate", PATCHED, FINAL),
+        ("input", PATCHED, FINAL),
+        ("residual", {**PATCHED, "where": (0,), "source": (0,)}, FULL),
         ("truncate", {"layers": (2,), **ANSWER}, READ),
+        ("remove", {"layers": (2,), "where": (4,)}, FINAL),
+        ("remove", {"layers": (2,), "where": (3,)}, FULL),
+        ("truncate", {"layers": (2,), **ANSWER, "also": (Edit("remove", (1,)),)}, FULL),
+        ("none", {**ANSWER, "also": (Edit("remove", (1,)),)}, FULL),
+        ("none", {**ANSWER, "also": (Edit("remove", (1,), where=(4,)),)}, FINAL),
+        ("transplant", {**PATCHED, "also": (Edit("remove", (1,)),)}, FULL),
+        ("transplant", {**PATCHED, "under": (Edit("remove", (1,)),)}, FINAL),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -217,7 +256,7 @@ def test_every_intervention_has_a_default_path():
     assert {case[0] for case in marks[0].args[1]} == set(INTERVENTIONS) - {"replace"}
 
 
-@pytest.mark.parametrize("verb", ["transplant", "query", "key"])
+@pytest.mark.parametrize("verb", PATCHES)
 def test_a_prompt_of_one_token_never_gets_the_final_path(verb):
     """Nothing comes before its last token, so there is no cache to continue from."""
     host, donor = prompt(1), prompt(1, last=91)
@@ -232,11 +271,12 @@ def test_a_prompt_of_one_token_never_gets_the_final_path(verb):
 def test_what_is_on_the_final_path_leaves_every_position_before_the_last_alone(cell):
     if cell.path == FINAL:
         assert len(cell.host) > 1
-        assert cell.where == cell.source == (cell.host.final if cell.layers else ())
+        assert all(edit.where == cell.host.final for edit in cell.edits)
         assert EMBED not in cell.layers
         assert not cell.text
     if cell.path == READ:
-        assert cell.intervention == "truncate" or (not cell.layers and not cell.outcomes)
+        assert not cell.edits
+        assert cell.intervention == "truncate" or not cell.outcomes
 
 
 # -- what a cell says of itself -----------------------------------------------------------------

@@ -219,7 +219,7 @@ def query_to_a_copy(mixer, op, query, rows=None, head=-1):
     iv.query_and_key(mixer, op)[0].clone()[:, :, -1] = 0
 
 
-def key_to_a_copy(mixer, op, key, positions):
+def key_to_a_copy(mixer, op, key, positions, rows=None):
     iv.query_and_key(mixer, op)[1].clone()[:] = 0
 
 

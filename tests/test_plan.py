@@ -18,7 +18,7 @@ from tests.test_cells import prompt
 DEPTH = 6
 ANSWER = (("correct", 1), ("swapped", 2))
 FAMILY = [(0, 90), (0, 91), (1, 90), (2, 90)]  # first and last token: two share a prefix, the last has a dictionary
-SHARED = ("prefixes", "captured", "captured_layers", "entered", "starts")
+SHARED = ("prefixes", "reach", "entered", "starts")
 
 
 def twin(host: Prompt) -> Prompt:

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell
+from encode_address.run.cells import FINAL, FULL, READ, Cell
 from encode_address.run.plan import Limits, plan
 from tests.test_cells import prompt
 from tests.test_plan import ANSWER, DEPTH, LOOSE, PLAIN, A, B, limits, only, plans, removals, transplants, works
@@ -91,7 +91,7 @@ def test_steps_enter_late_exactly_where_that_saves(cells, bounds):
             hosts, tops = {cell.host.digest for cell in late}, [min(cell.layers) for cell in late]
             plain = len(bundle.cells) * DEPTH
             entering = len(hosts) * max(tops, default=0) + plain - sum(tops)
-            captured = len(bundle.captured) * (1 + max(bundle.captured_layers, default=EMBED))
+            captured = sum(len(runs) * (1 + last) for _, runs, last in bundle.stages)
             assert bundle.layer_tokens(DEPTH) == bundle.length * (captured + min(plain, entering))
             assert {host.digest for host in bundle.entered} == (hosts if entering < plain else set())
             assert bundle.starts == (sorted(set(tops)) if entering < plain else [])

@@ -11,9 +11,13 @@ from encode_address.interventions.query_key import (
     attention_row,
     entry_attention,
     final_attention,
+    gates,
     query_and_key,
+    value_of,
+    write_gate,
     write_key,
     write_query,
+    write_value,
 )
 from encode_address.interventions.state import read_cache, write_cache
 from encode_address.interventions.truncate import truncated_logits
@@ -23,6 +27,7 @@ __all__ = [
     "capture",
     "entry_attention",
     "final_attention",
+    "gates",
     "head_outputs",
     "mixer_output",
     "query_and_key",
@@ -31,7 +36,10 @@ __all__ = [
     "remove_head",
     "transplant",
     "truncated_logits",
+    "value_of",
     "write_cache",
+    "write_gate",
     "write_key",
     "write_query",
+    "write_value",
 ]

@@ -51,14 +51,50 @@ def write_query(mixer, op, query, rows=None, head=-1):
     target[batch, chosen, -1] = query[:, chosen].to(target)
 
 
-def write_key(mixer, op, key, positions):
-    """Keys at `positions` (batch, k) := `key` (batch, k, kv_heads, head_dim), after norm and position encoding.
+def write_key(mixer, op, key, positions, rows=None):
+    """Keys at `positions` (n, k) := `key` (n, k, kv_heads, head_dim), after norm and position encoding.
 
-    A key carries its position: take donors from the position they are written to.
+    `rows`: (n,) batch rows to write, all of them when None. A key carries its position: take donors from the position
+    they are written to.
     """
-    target = query_and_key(mixer, op)[1].transpose(1, 2)
+    _write(query_and_key(mixer, op)[1], "key", key, positions, rows)
+
+
+def value_of(mixer, op):
+    """What the attention call receives as values: (batch, kv_heads, k, head_dim)."""
+    return getattr(mixer.source, op).inputs[0][3]
+
+
+def write_value(mixer, op, value, positions, rows=None):
+    """Values at `positions` (n, k) := `value` (n, k, kv_heads, head_dim); `rows` as in `write_key`."""
+    _write(value_of(mixer, op), "value", value, positions, rows)
+
+
+def gates(mixer, heads):
+    """The output gates of a gated softmax mixer, before the sigmoid: (batch, positions, heads, head_dim).
+
+    Its query projection gives, per head, the query and then the gate (paper section 2.1, Qwen3.5).
+    """
+    both = mixer.q_proj.output
+    return both.view(both.shape[0], both.shape[1], heads, 2, -1)[:, :, :, 1]
+
+
+def write_gate(mixer, heads, gate, rows=None, head=-1):
+    """The last position's output gate := `gate` (n, heads, head_dim); `rows` and `head` as in `write_query`."""
+    target = gates(mixer, heads)
+    chosen = slice(None) if head == -1 else slice(head, head + 1)
+    batch = torch.arange(target.shape[0], device=target.device) if rows is None else rows.to(target.device)
+    if gate.shape != (batch.shape[0], *target.shape[2:]):
+        raise ValueError(f"gate of shape {tuple(gate.shape)} for {batch.shape[0]} rows of {tuple(target.shape)}")
+    target[batch, -1, chosen] = gate[:, chosen].to(target)
+
+
+def _write(target, name, new, positions, rows):
+    target = target.transpose(1, 2)
     index = positions.to(target.device)
-    batch = torch.arange(target.shape[0], device=target.device)[:, None]
-    if key.shape != (target.shape[0], index.shape[1], *target.shape[2:]):
-        raise ValueError(f"key of shape {tuple(key.shape)} for {tuple(index.shape)} positions of {tuple(target.shape)}")
-    target[batch, index] = key.to(target)
+    batch = torch.arange(target.shape[0], device=target.device) if rows is None else rows.to(target.device)
+    if new.shape != (batch.shape[0], index.shape[1], *target.shape[2:]):
+        raise ValueError(
+            f"{name} of shape {tuple(new.shape)} for {tuple(index.shape)} positions of {tuple(target.shape)}"
+        )
+    target[batch[:, None], index] = new.to(target)

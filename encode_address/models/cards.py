@@ -14,7 +14,9 @@ SHOWN = ("chat8", "list8", "rev8")
 def listing() -> str:
     """One paragraph per bundled model: what it is, what it can do, what was imposed on it and what it falls short of."""
     parts = [_paragraph(name, *_read(name)) for name in TRAINED]
-    controls = [f"{name}: {name.removesuffix('-untrained')} with random weights, a negative control" for name in UNTRAINED]
+    controls = [
+        f"{name}: {name.removesuffix('-untrained')} with random weights, a negative control" for name in UNTRAINED
+    ]
     return "\n\n".join([*parts, "\n".join(controls)])
 
 

@@ -92,6 +92,13 @@ class HybridModel:
         """Query heads of a softmax layer."""
         return self.config.num_attention_heads
 
+    def heads_of(self, layer: int) -> int:
+        """Heads of a layer's mixer: query heads of a softmax layer, value heads of a linear one."""
+        if layer in self.softmax_layers:
+            return self.heads
+        names = ("linear_num_value_heads", "mamba_n_heads")
+        return next(count for name in names if (count := getattr(self.config, name, None)))
+
     @property
     def head_dim(self) -> int:
         return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads

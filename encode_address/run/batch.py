@@ -37,9 +37,9 @@ def watched(cells: Sequence[Cell]) -> list[int]:
     return sorted({layer for cell in cells for layer, _ in cell.watch})
 
 
-def noisy(cell: Cell, layer: int, host: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
+def noisy(seed: int, layer: int, ids: tuple[int, ...], host: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
     """The host's output plus noise of the size of donor - host, at every position (last dimension: d_model)."""
-    noise = torch.randn(host.shape, generator=_generator(cell.seed, layer, cell.host.ids)).to(host)
+    noise = torch.randn(host.shape, generator=_generator(seed, layer, ids)).to(host)
     return host + noise / noise.norm(dim=-1, keepdim=True) * (donor - host).norm(dim=-1, keepdim=True)
 
 

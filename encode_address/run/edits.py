@@ -1,23 +1,30 @@
-"""The engine's own part inside a trace: apply edits, read attention, read back what was written. Torch only.
+"""The engine's own part inside a trace: apply edits, read attention, take values, read back what was written. Torch only.
 
-An edit is (layer, inside, function, arguments): `function(mixer, *arguments)` edits and returns whether what it
-wrote stands in the model, read back, not taken from the writer. `inside` edits are made before the mixer's output,
-and before attention weights are read.
+An edit is (layer, place, function, arguments): `function(site, *arguments)` edits and returns whether what it wrote stands
+in the model, read back, not taken from the writer. `place` says when in a layer's forward it happens: things must be
+touched in the order in which they are computed.
 """
-
-import torch
 
 from encode_address.interventions import (
     entry_attention,
+    gates,
     head_outputs,
     mixer_output,
     query_and_key,
     remove,
     remove_head,
     transplant,
+    value_of,
+    write_gate,
     write_key,
     write_query,
+    write_value,
 )
+
+RESIDUAL, INPUT, STATE, GATE, INSIDE, HEADS, OUTPUT = range(7)  # places, in the order of a layer's forward
+PLACE = {
+    "residual": RESIDUAL, "input": INPUT, "gate": GATE, "query": INSIDE, "key": INSIDE, "value": INSIDE, "output": OUTPUT,
+}  # fmt: skip
 
 
 def enter(layers, start, residual):
@@ -26,22 +33,48 @@ def enter(layers, start, residual):
         layers[i].skip(residual)
 
 
-def apply_edits(layers, embed, edits, watch, entries):
-    """Apply edits in the order of execution and read watched attention on the way.
+def apply_edits(layers, embed, edits, watch, entries, takes=()):
+    """Apply edits in the order of execution, read watched attention and take values on the way.
 
-    Layer -1 stands for the embeddings; `watch` maps a softmax layer to its attention call's name. Returns the
-    attention per watched layer and, per edit, whether what was written stands.
+    Layer -1 stands for the embeddings; `watch` maps a softmax layer to its attention call's name. `takes` are
+    (layer, site, attention call or None, heads, positions or None for the last). Returns the attention per watched
+    layer, per edit whether what was written stands, and what was taken, by (site, layer).
     """
-    attention, landed = {}, {}
-    for index in sorted({edit[0] for edit in edits} | set(watch)):
-        site = embed if index == -1 else layers[index].mixer
-        for inside in (True, False):
-            for number, (layer, within, function, arguments) in enumerate(edits):
-                if layer == index and within == inside:
-                    landed[number] = function(site, *arguments)
-            if inside and index in watch:
-                attention[index] = entry_attention(site, watch[index], entries)
-    return {"attention": attention, "landed": landed}
+    attention, landed, taken = {}, {}, {}
+    for index in sorted({edit[0] for edit in edits} | set(watch) | {take[0] for take in takes}):
+        for place in range(OUTPUT + 1):
+            for number, (layer, when, function, arguments) in enumerate(edits):
+                if layer == index and when == place:
+                    landed[number] = function(_site(layers, embed, index, place), *arguments)
+            for layer, site, op, heads, positions in takes:
+                if layer == index and PLACE[site] == place:
+                    values = _read(_site(layers, embed, index, place), site, op, heads)
+                    chosen = values[:, -1:] if positions is None else values[:, positions.to(values.device)]
+                    taken[site, layer] = chosen.clone()
+            if place == INSIDE and index in watch:
+                attention[index] = entry_attention(layers[index].mixer, watch[index], entries)
+    return {"attention": attention, "landed": landed, "taken": taken}
+
+
+def _site(layers, embed, index, place):
+    """Where an edit of this layer and place is made: the embeddings, the decoder layer, or its mixer."""
+    if index == -1:
+        return embed
+    return layers[index] if place == RESIDUAL else layers[index].mixer
+
+
+def _read(site, what, op, heads):
+    """(batch, positions, ...): what a site has, as a view that can be written."""
+    if what == "output":
+        return mixer_output(site)
+    if what in ("input", "residual"):
+        return site.input
+    if what == "gate":
+        return gates(site, heads)
+    if what == "value":
+        return value_of(site, op).transpose(1, 2)
+    query, key, _ = query_and_key(site, op)
+    return (query if what == "query" else key).transpose(1, 2)
 
 
 def set_value(mixer, value):
@@ -64,6 +97,14 @@ def put_outputs(mixer, donor, positions, rows):
     return (after == donor.to(after)).all()
 
 
+def put_inputs(site, donor, positions, rows):
+    """What enters a mixer, or a decoder layer, at `positions` (n, k) of `rows` (n,) := the donor's (n, k, d_model)."""
+    index = positions.to(site.input.device)
+    site.input[rows.to(index.device)[:, None], index] = donor.to(site.input)
+    after = _at(site.input, rows, positions)
+    return (after == donor.to(after)).all()
+
+
 def put_query(mixer, op, donor, rows, head):
     """The last position's query of `rows` := the donor's (n, heads, head_dim), of one head or of all (-1)."""
     write_query(mixer, op, donor, rows, head)
@@ -72,10 +113,25 @@ def put_query(mixer, op, donor, rows, head):
     return (after == donor[:, chosen].to(after)).all()
 
 
-def put_key(mixer, op, donor, positions):
-    """Keys at `positions` (batch, k) := the donor's (batch, k, kv_heads, head_dim)."""
-    write_key(mixer, op, donor, positions)
-    after = _at(query_and_key(mixer, op)[1].transpose(1, 2), torch.arange(donor.shape[0]), positions)
+def put_gate(mixer, heads, donor, rows, head):
+    """The last position's output gate of `rows` := the donor's (n, heads, head_dim), of one head or of all (-1)."""
+    write_gate(mixer, heads, donor, rows, head)
+    chosen = slice(None) if head == -1 else slice(head, head + 1)
+    after = gates(mixer, heads)[rows.to(donor.device), -1, chosen]
+    return (after == donor[:, chosen].to(after)).all()
+
+
+def put_key(mixer, op, donor, positions, rows):
+    """Keys at `positions` (n, k) of `rows` (n,) := the donor's (n, k, kv_heads, head_dim)."""
+    write_key(mixer, op, donor, positions, rows)
+    after = _at(query_and_key(mixer, op)[1].transpose(1, 2), rows, positions)
+    return (after == donor.to(after)).all()
+
+
+def put_value(mixer, op, donor, positions, rows):
+    """Values at `positions` (n, k) of `rows` (n,) := the donor's (n, k, kv_heads, head_dim)."""
+    write_value(mixer, op, donor, positions, rows)
+    after = _at(value_of(mixer, op).transpose(1, 2), rows, positions)
     return (after == donor.to(after)).all()
 
 

@@ -24,7 +24,7 @@ import transformers
 from encode_address.errors import RunError
 from encode_address.interventions import mixer_output
 from encode_address.run.batch import ids_of
-from encode_address.run.cells import Cell, context_of
+from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
 from encode_address.run.paths import PATHS
 from encode_address.run.plan import Plan, plan, without_continuation
@@ -141,7 +141,9 @@ class Engine:
         done = {work for work, (_, twins) in works.items() if not twins}
         cells = [cell for cell, _ in works.values()]
         shared = (0, 0)
-        if self._means is None and any(c.mode == "mean" and c.work not in done for c in cells):
+        if self._means is None and any(
+            edit.mode == "mean" for c in cells if c.work not in done for _, edit in c.every_edit
+        ):
             chunks = self._mean_chunks()
             rows = max(1, self.limits.tokens // len(chunks[0]))
             shared = sum(map(len, chunks)) * self.depth, -(-len(chunks) // rows)
@@ -230,10 +232,10 @@ class Engine:
     ) -> None:
         """Raise RunError for logits that are no numbers, and for an edit that did not fire.
 
-        `edits` are (edit, cells it serves), as `apply_edits` was given them.
+        `edits` are (write, edits it serves), as `apply_edits` was given the writes.
         """
         if not bool(finite.all()):
-            first = next(iter(cells), edits[0][1][0] if edits else None)
+            first = next((edit for cell in cells for edit in cell.edits), edits[0][1][0] if edits else None)
             what = self._named(first) if first else self.model.name
             raise RunError(f"NaN or infinite logits: {what}; try --dtype float32")
         for number, ((layer, *_), served) in enumerate(edits):
@@ -241,8 +243,8 @@ class Engine:
             if not bool(seen["landed"][number]):
                 raise RunError(f"the intervention did not fire: what {what} wrote does not stand at layer {layer}")
 
-    def _named(self, cell: Cell) -> str:
-        return f"{cell.intervention} {cell.mode} at layers {cell.columns()['layers'] or '-'} ({self.model.name})"
+    def _named(self, edit: Edit) -> str:
+        return f"{edit.verb} {edit.mode} at layers {layers_said(edit.layers) or '-'} ({self.model.name})"
 
     # -- rows --------------------------------------------------------------------
     def _rows(self, cells: Sequence[Cell], seen: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ kept for several edits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import nnsight
@@ -17,42 +18,57 @@ import torch
 
 from encode_address import measure
 from encode_address.errors import RunError
-from encode_address.interventions import (
-    capture,
-    entry_attention,
-    mixer_output,
-    query_and_key,
-    read_cache,
-    truncated_logits,
-    write_cache,
-)
+from encode_address.interventions import entry_attention, read_cache, truncated_logits, write_cache
 from encode_address.run.batch import asked, entries_of, ids_of, noisy, watched
-from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell
+from encode_address.run.cells import FINAL, FULL, PATCHES, READ, Cell, Edit, Run
 from encode_address.run.edits import (
+    GATE,
+    HEADS,
+    INPUT,
+    INSIDE,
+    OUTPUT,
+    RESIDUAL,
+    STATE,
     apply_edits,
     enter,
+    put_gate,
+    put_inputs,
     put_key,
     put_outputs,
     put_query,
+    put_value,
     set_value,
     state_stands,
     zero_head,
 )
 from encode_address.run.plan import Bundle, hosts_of
+from encode_address.tasks.prompts import Prompt
 
 SEEN_OF_STATE = 64  # numbers of each swapped state that are compared with the donor's where the mixer reads it
 Seen = dict[str, Any]
-Edits = list[tuple[tuple, list[Cell]]]  # an edit for `apply_edits`, and the cells that it serves
+Edits = list[tuple[tuple, list[Edit]]]  # a write for `apply_edits`, and the edits that it serves
 
 
 # -- final -----------------------------------------------------------------------------
 def final(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
     """One token per cell."""
     cache, saved = _prefixes(engine, bundle)
-    place = {ids: row for row, ids in enumerate(bundle.prefixes)}
-    own = _own_values(engine, bundle, cache, saved, place)
+    prefixes = Prefixes(cache, saved, {ids: row for row, ids in enumerate(bundle.prefixes)})
+    own = _sources(engine, bundle, prefixes)
     for step in bundle.steps:
-        yield step, _continue(engine, step, cache, saved, place, own)
+        yield step, _continue(engine, step, prefixes, own)
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """A cache object to be refilled, a copy of the caches of all prefixes, and which row each has in it."""
+
+    cache: Any
+    saved: list[dict[str, torch.Tensor]]
+    row: dict[tuple[int, ...], int]
+
+    def rows(self, prompts: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor([self.row[prompt.ids[:-1]] for prompt in prompts])
 
 
 def _prefixes(engine: Any, bundle: Bundle) -> tuple[Any, list[dict[str, torch.Tensor]]]:
@@ -72,52 +88,28 @@ def _prefixes(engine: Any, bundle: Bundle) -> tuple[Any, list[dict[str, torch.Te
     ]
 
 
-def _one_token(model: Any, prompts: Sequence[Any], cache: Any, saved: list, rows: torch.Tensor, swapped=None) -> dict:
+def _one_token(model: Any, prompts: Sequence[Any], prefixes: Prefixes, swapped=None) -> dict:
     """The keywords of a trace of each prompt's last token, from a fresh copy of its prefix's cache."""
-    write_cache(cache, saved, rows.to(model.device), swapped)
+    write_cache(prefixes.cache, prefixes.saved, prefixes.rows(prompts).to(model.device), swapped)
     last = torch.tensor([[prompt.ids[-1]] for prompt in prompts], device=model.device)
     # Without a mask of full length nnsight makes one of one token, and the softmax layers mask wrongly, silently.
     mask = torch.ones(len(prompts), len(prompts[0]), dtype=torch.long, device=model.device)
-    return {"input_ids": last, "attention_mask": mask, "cache": cache, "use_cache": True}
+    return {"input_ids": last, "attention_mask": mask, "cache": prefixes.cache, "use_cache": True}
 
 
-def _own_values(engine: Any, bundle: Bundle, cache: Any, saved: list, place: dict) -> dict[tuple, dict]:
-    """Outputs and queries that donors (and some hosts) have of themselves: (what, layer) -> token ids -> tensor."""
-    model, layers = engine.model, engine.model.layers
-    queried = sorted({layer for cell in bundle.cells if cell.intervention == "query" for layer in cell.layers})
-    outputs = sorted({layer for cell in bundle.cells if cell.intervention == "transplant" for layer in cell.layers})
-    ops = {layer: model.attention_op(layer) for layer in queried}
-    rows, out = engine.limits.rows(FINAL, bundle.length), {}
-    for start in range(0, len(bundle.captured), rows):
-        prompts = bundle.captured[start : start + rows]
-        inputs = _one_token(model, prompts, cache, saved, torch.tensor([place[p.ids[:-1]] for p in prompts]))
-        engine.count(len(prompts), 1 + bundle.captured_layers[-1])
-        with torch.no_grad(), model.lm.trace(**inputs) as tracer:
-            seen = nnsight.save({})
-            for i in sorted({*outputs, *queried}):
-                if i in ops:
-                    seen["query", i] = query_and_key(layers[i].mixer, ops[i])[0][:, :, -1].clone()
-                if i in outputs:
-                    seen["output", i] = mixer_output(layers[i].mixer)[:, -1].clone()
-            tracer.stop()
-        for what, values in seen.items():
-            out.setdefault(what, {}).update(zip((p.ids for p in prompts), values))
-    return out
-
-
-def _continue(engine: Any, cells: Sequence[Cell], cache: Any, saved: list, place: dict, own: dict) -> Seen:
+def _continue(engine: Any, cells: Sequence[Cell], prefixes: Prefixes, own: Sources) -> Seen:
     model, layers, embed = engine.model, engine.model.layers, engine.model.embed
     hosts = [cell.host for cell in cells]
-    rows = torch.tensor([place[host.ids[:-1]] for host in hosts])
-    swaps = _swaps(model, cells, saved, place)
+    rows = prefixes.rows(hosts)
+    swaps = _swaps(model, cells, prefixes)
     swapped = {}
     for layer, name, which, taken, _ in swaps:
         swapped.setdefault((layer, name), rows.clone())[which] = taken
-    inputs = _one_token(model, hosts, cache, saved, rows, swapped)
-    plan = _final_edits(model, cells, own)
+    inputs = _one_token(model, hosts, prefixes, swapped)
+    plan = _edits(engine, [(cell.host, cell.edits) for cell in cells], own, short=True)
     for layer, name, which, taken, some in swaps:
-        expected = saved[layer][name].flatten(1)[:, :SEEN_OF_STATE][taken.to(model.device)]
-        plan.append(((layer, True, state_stands, (layer, name, expected, which)), some))
+        expected = prefixes.saved[layer][name].flatten(1)[:, :SEEN_OF_STATE][taken.to(model.device)]
+        plan.append(((layer, STATE, state_stands, (layer, name, expected, which)), some))
     edits, watch = [edit for edit, _ in plan], _ops(model, watched(cells))
     entries, tokens = entries_of(hosts) if watch else None, asked(cells)
     engine.count(len(cells))
@@ -129,89 +121,34 @@ def _continue(engine: Any, cells: Sequence[Cell], cache: Any, saved: list, place
     return seen
 
 
-def _swaps(model: Any, cells: Sequence[Cell], saved: list, place: dict) -> list[tuple]:
-    """State transplants: (layer, name, rows of the batch, prefix rows that their state is taken from, cells)."""
-    groups: dict[tuple, list[int]] = {}
+def _swaps(model: Any, cells: Sequence[Cell], prefixes: Prefixes) -> list[tuple]:
+    """State transplants: (layer, name, rows of the batch, prefix rows that their state is taken from, edits)."""
+    groups: dict[tuple, list[tuple[int, Edit]]] = {}
     for i, cell in enumerate(cells):
-        if cell.intervention == "state":
-            groups.setdefault((cell.layers, cell.mode), []).append(i)
+        for edit in cell.edits:
+            if edit.verb == "state":
+                groups.setdefault((edit.layers, edit.mode), []).append((i, edit))
     out = []
     for (layers, mode), which in groups.items():
-        some = [cells[i] for i in which]
-        taken = torch.tensor([place[cell.donor.ids[:-1]] for cell in some])
+        taken = prefixes.rows([edit.donor for _, edit in which])
         for layer in layers:
             for name in ("recurrent", "conv") if mode == "both" else (mode,):
-                if name not in saved[layer]:
+                if name not in prefixes.saved[layer]:
                     raise RunError(
                         f"{model.name}: L{layer} is a {model.layout.kinds[layer]} layer, it has no {name} state"
                     )
-                out.append((layer, name, torch.tensor(which), taken, some))
+                rows = torch.tensor([i for i, _ in which])
+                out.append((layer, name, rows, taken, [edit for _, edit in which]))
     return out
-
-
-def _final_edits(model: Any, cells: Sequence[Cell], own: dict) -> Edits:
-    """One edit per layer and verb, over the rows that it concerns."""
-    groups: dict[tuple, list[int]] = {}
-    for i, cell in enumerate(cells):
-        for layer in cell.layers if cell.intervention != "state" else ():
-            groups.setdefault((layer, cell.intervention, cell.head), []).append(i)
-    plan: Edits = []
-    for (layer, verb, head), which in groups.items():
-        some, rows = [cells[i] for i in which], torch.tensor(which)
-        if verb == "query":
-            values = torch.stack([own["query", layer][cell.donor.ids] for cell in some])
-            edit = (layer, True, put_query, (model.attention_op(layer), values, rows, head))
-        else:
-            values = torch.stack([_written(cell, layer, own["output", layer]) for cell in some])
-            edit = (layer, False, put_outputs, (values[:, None], torch.zeros(len(some), 1, dtype=torch.long), rows))
-        plan.append((edit, some))
-    return plan
-
-
-def _written(cell: Cell, layer: int, outputs: dict) -> torch.Tensor:
-    donor = outputs[cell.donor.ids]
-    return noisy(cell, layer, outputs[cell.host.ids], donor) if cell.mode == "random" else donor
 
 
 # -- full ------------------------------------------------------------------------------
 def full(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
-    """Whole prompts, one edit per trace."""
-    own = _captured(engine, bundle)
+    """Whole prompts; the cells of a trace have the same edits, but for their donors and positions."""
+    own = _sources(engine, bundle, None)
     residual, attention = _entry(engine, bundle)
     for step in bundle.steps:
         yield step, _whole(engine, bundle, step, own, residual, attention)
-
-
-def _captured(engine: Any, bundle: Bundle) -> dict[tuple, Any]:
-    """Outputs and keys of donors (and hosts, for noise): (what, layer) -> (prompts, positions, ...), and places."""
-    if not bundle.captured:
-        return {}
-    model, layers, embed = engine.model, engine.model.layers, engine.model.embed
-    edited = [cell for cell in bundle.cells if cell.donor is not None]
-    inner = sorted({layer for c in edited if c.intervention in ("query", "key") for layer in c.layers})
-    outer = sorted({layer for c in edited if c.intervention == "transplant" for layer in c.layers})
-    ops, positions = _ops(model, inner), sorted({p for cell in edited for p in (*cell.source, *cell.where)})
-    chunks: list[dict] = []
-    for ids in _chunks(bundle.captured, engine.limits.rows(FULL, bundle.length)):
-        engine.count(ids.numel(), 1 + bundle.captured_layers[-1])
-        where = torch.tensor(positions).expand(len(ids), -1)
-        with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
-            seen = nnsight.save({})
-            if EMBED in outer:
-                seen["output", -1] = capture(embed, where)
-            for i in range(len(layers)):
-                if i in ops:
-                    query, key, _ = query_and_key(layers[i].mixer, ops[i])
-                    seen["query", i] = query[:, :, -1].clone()
-                    seen["key", i] = key.transpose(1, 2)[:, where[0]].clone()
-                if i in outer:
-                    seen["output", i] = capture(layers[i].mixer, where)
-            tracer.stop()
-        chunks.append(dict(seen))
-    own: dict[Any, Any] = {what: torch.cat([chunk[what] for chunk in chunks]) for what in chunks[0]}
-    own["row"] = {prompt.ids: row for row, prompt in enumerate(bundle.captured)}
-    own["position"] = {position: i for i, position in enumerate(positions)}
-    return own
 
 
 def _entry(engine: Any, bundle: Bundle) -> tuple[dict, dict]:
@@ -246,16 +183,17 @@ def _entry(engine: Any, bundle: Bundle) -> tuple[dict, dict]:
     return {**residual, "row": row}, attention
 
 
-def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: dict, residual: dict, attention: dict) -> Seen:
+def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: Sources, residual: dict, attention: dict) -> Seen:
     model, layers, embed = engine.model, engine.model.layers, engine.model.embed
     ids, start = ids_of([cell.host for cell in cells]), cells[0].start if bundle.entered else 0
     rows = torch.tensor([residual["row"][cell.host.digest] for cell in cells]) if start else None
     entering = residual[start][rows.to(model.device)] if start else None
-    plan = _full_edits(engine, cells, own)
+    plan = _edits(engine, [(cell.host, cell.edits) for cell in cells], own, short=False)
     edits = [edit for edit, _ in plan]
     watch = _ops(model, [layer for layer in watched(cells) if layer >= start])
     entries = entries_of([cell.host for cell in cells]) if watch else None
-    engine.count(ids.numel(), len(layers) - start)
+    end = cells[0].end or len(layers)
+    engine.count(ids.numel(), end - start)
     if cells[0].text:
         with torch.no_grad(), model.trace(ids) as tracer:
             seen = nnsight.save({})
@@ -264,12 +202,17 @@ def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: dict, residu
             seen["loss"] = measure.next_token_loss(tracer.result.logits, ids)
         engine.verify(plan, seen, torch.isfinite(seen["loss"]))
         return seen
-    tokens = asked(cells)
+    tokens, last = asked(cells), cells[0].exit
+    norm, head, scaling = model.final_norm, model.lm_head, model.logits_scaling
     with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
         seen = nnsight.save({})
         enter(layers, start, entering)
         seen.update(apply_edits(layers, embed, edits, watch, entries))
-        seen["answer"] = measure.answer(tracer.result.logits[:, -1], tokens)
+        if last is None:
+            seen["answer"] = measure.answer(tracer.result.logits[:, -1], tokens)
+        else:
+            seen["answer"] = measure.answer(truncated_logits(layers[last], norm, head, scaling), tokens)
+            tracer.stop()
     engine.verify(plan, seen, seen["answer"]["finite"])
     for layer in watched(cells):
         if layer < start:
@@ -277,40 +220,121 @@ def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: dict, residu
     return seen
 
 
-def _full_edits(engine: Any, cells: Sequence[Cell], own: dict) -> Edits:
-    """One edit per touched layer; the cells of a step share verb, layers, mode and head."""
-    model, first, plan = engine.model, cells[0], []
-    where = torch.tensor([cell.where for cell in cells])
-    for layer in first.layers:
-        if first.intervention == "remove":
-            edit = (layer, False, set_value, (None if first.mode == "zero" else engine.means()[layer],))
-        elif first.intervention == "heads":
-            edit = (layer, False, zero_head, (first.head, model.heads))
-        elif first.intervention == "key":
-            edit = (layer, True, put_key, (model.attention_op(layer), _taken(own, ("key", layer), cells), where))
-        elif first.intervention == "query":
-            rows = torch.tensor([own["row"][cell.donor.ids] for cell in cells])
-            values = own["query", layer][rows.to(model.device)]
-            edit = (layer, True, put_query, (model.attention_op(layer), values, torch.arange(len(cells)), first.head))
-        elif first.intervention == "transplant":
-            values = _taken(own, ("output", layer), cells)
-            if first.mode == "random":
-                hosts = _taken(own, ("output", layer), cells, of_host=True)
-                values = torch.stack([noisy(c, layer, *pair) for c, *pair in zip(cells, hosts, values)])
-            edit = (layer, False, put_outputs, (values, where, torch.arange(len(cells))))
-        else:
-            raise RunError(f"no full path for the intervention {first.intervention!r}")
-        plan.append((edit, list(cells)))
-    return plan
+# -- donors ----------------------------------------------------------------------------
+SITES = {verb: verb for verb in PATCHES} | {"transplant": "output"}
 
 
-def _taken(own: dict, what: tuple, cells: Sequence[Cell], of_host: bool = False) -> torch.Tensor:
-    """Captured values at each cell's donor and source positions (or its host and patched ones)."""
-    pairs = [(c.host, c.where) if of_host else (c.donor, c.source) for c in cells]
-    rows = torch.tensor([own["row"][prompt.ids] for prompt, _ in pairs])
-    at = torch.tensor([[own["position"][p] for p in positions] for _, positions in pairs])
-    values = own[what]
-    return values[rows[:, None].to(values.device), at.to(values.device)]
+class Sources:
+    """What donors have: (site, layer) -> the run's key -> values (positions, ...), of the positions that are listed."""
+
+    def __init__(self, positions: Sequence[int] | None) -> None:
+        self.positions = None if positions is None else torch.tensor(positions)
+        self._place = {position: i for i, position in enumerate(positions or ())}
+        self._values: dict[tuple, dict[tuple, torch.Tensor]] = {}
+
+    def add(self, runs: Sequence[Run], taken: dict[tuple, torch.Tensor]) -> None:
+        for what, values in taken.items():
+            self._values.setdefault(what, {}).update(zip((run.key for run in runs), values))
+
+    def values(self, site: str, layer: int, wanted: Sequence[tuple[Run, Sequence[int]]]) -> torch.Tensor:
+        """(n, k, ...): of each run, at its own k positions (the last one, where only that was taken)."""
+        found = self._values[site, layer]
+        if self.positions is None:
+            return torch.stack([found[run.key] for run, _ in wanted])
+        return torch.stack([found[run.key][[self._place[p] for p in places]] for run, places in wanted])
+
+
+def _sources(engine: Any, bundle: Bundle, prefixes: Prefixes | None) -> Sources:
+    """Run what values are taken from, stage by stage: a donor's run may itself be under edits that have donors."""
+    places = {p for cell in bundle.cells for _, edit in cell.every_edit for p in (*edit.where, *edit.source)}
+    own = Sources(None if prefixes else sorted(places))
+    needed: dict[tuple, set[tuple[str, int]]] = {}
+    for cell in bundle.cells:
+        for run, edit in cell.sources:
+            needed.setdefault(run.key, set()).update((SITES[edit.verb], layer) for layer in edit.layers)
+    for short, runs, last in bundle.stages:
+        rows = engine.limits.rows(FINAL if short else FULL, bundle.length)
+        for start in range(0, len(runs), rows):
+            some = runs[start : start + rows]
+            sites = sorted({site for run in some for site in needed[run.key]}, key=lambda site: (site[1], site[0]))
+            own.add(some, _taken(engine, some, sites, own, prefixes, short, last))
+    return own
+
+
+def _taken(
+    engine: Any,
+    runs: Sequence[Run],
+    sites: Sequence[tuple],
+    own: Sources,
+    prefixes: Prefixes | None,
+    short: bool,
+    last: int,
+) -> dict[tuple, torch.Tensor]:
+    """One trace of donors' runs, up to the last layer that is needed."""
+    model, layers, embed = engine.model, engine.model.layers, engine.model.embed
+    prompts = [run.prompt for run in runs]
+    plan = _edits(engine, [(run.prompt, run.edits) for run in runs], own, short)
+    plan = [(edit, some) for edit, some in plan if edit[0] <= last]
+    edits, ops = [edit for edit, _ in plan], _ops(model, [layer for site, layer in sites if site in ATTENTION])
+    takes = [(layer, site, ops.get(layer), model.heads, own.positions) for site, layer in sites]
+    engine.count(len(runs) * (1 if short else len(prompts[0])), 1 + last)
+    if short:
+        trace = model.lm.trace(**_one_token(model, prompts, prefixes))
+    else:
+        trace = model.trace(ids_of(prompts), logits_to_keep=1)
+    with torch.no_grad(), trace as tracer:
+        seen = nnsight.save({})
+        seen.update(apply_edits(layers, embed, edits, {}, None, takes))
+        tracer.stop()
+    engine.verify(plan, seen, torch.ones(1))
+    return seen["taken"]
+
+
+# -- edits -----------------------------------------------------------------------------
+ATTENTION = ("query", "key", "value")
+
+
+def _edits(engine: Any, rows: Sequence[tuple[Prompt, Sequence[Edit]]], own: Sources, short: bool) -> Edits:
+    """One write per layer and kind of edit, over the rows that it concerns. `short`: the batch is of last tokens."""
+    groups: dict[tuple, list[tuple[int, Prompt, Edit]]] = {}
+    for i, (host, edits) in enumerate(rows):
+        for edit in edits:
+            for layer in edit.layers if edit.verb != "state" else ():
+                groups.setdefault((layer, edit.verb, edit.mode, edit.head, len(edit.where)), []).append((i, host, edit))
+    plan = [_write(engine, layer, some, own, short) for (layer, *_), some in groups.items()]
+    return [(edit, [e for *_, e in some]) for edit, some in zip(plan, groups.values())]
+
+
+def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], own: Sources, short: bool) -> tuple:
+    """One edit for `apply_edits`: what (row, host, edit)s of one kind do to one layer."""
+    model, first = engine.model, some[0][2]
+    which, where = torch.tensor([i for i, *_ in some]), torch.tensor([edit.where for *_, edit in some])
+    at = torch.zeros_like(where) if short else where  # a short batch has one position, but keys and values of all
+    verb, head = first.verb, first.head
+    if verb == "heads":
+        return layer, HEADS, zero_head, (head, model.heads_of(layer))
+    if verb == "remove":
+        value = None if first.mode == "zero" else engine.means()[layer]
+        if not first.where:
+            return layer, OUTPUT, set_value, (value,)
+        value = torch.zeros(model.config.hidden_size) if value is None else value
+        return layer, OUTPUT, put_outputs, (value.expand(*where.shape, -1), at, which)
+    values = own.values(SITES[verb], layer, [(edit.run, edit.source) for *_, edit in some])
+    if verb == "query":
+        return layer, INSIDE, put_query, (model.attention_op(layer), values[:, 0], which, head)
+    if verb == "gate":
+        return layer, GATE, put_gate, (model.heads, values[:, 0], which, head)
+    if verb in ("key", "value"):
+        write = put_key if verb == "key" else put_value
+        return layer, INSIDE, write, (model.attention_op(layer), values, where, which)
+    if verb == "transplant":
+        if first.mode == "random":
+            hosts = own.values("output", layer, [(Run(host), edit.where) for _, host, edit in some])
+            values = torch.stack(
+                [noisy(e.seed, layer, host.ids, *pair) for (_, host, e), *pair in zip(some, hosts, values)]
+            )
+        return layer, OUTPUT, put_outputs, (values, at, which)
+    return layer, INPUT if verb == "input" else RESIDUAL, put_inputs, (values, at, which)
 
 
 # -- read ------------------------------------------------------------------------------
@@ -352,8 +376,3 @@ PATHS = {FINAL: final, FULL: full, READ: read}
 def _ops(model: Any, layers: Sequence[int]) -> dict[int, str]:
     """The attention call of each layer; its source is touched here, outside any trace, as nnsight needs."""
     return {layer: model.attention_op(layer) for layer in layers}
-
-
-def _chunks(prompts: Sequence[Any], rows: int) -> Iterator[torch.Tensor]:
-    for start in range(0, len(prompts), rows):
-        yield ids_of(prompts[start : start + rows])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from encode_address.errors import RunError
-from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell
+from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell, Run
 from encode_address.tasks.prompts import Prompt
 
 STEP_ROWS = 512  # of a one-token trace; more are no faster
@@ -69,18 +69,31 @@ class Bundle:
 
     @cached_property
     def prefixes(self) -> list[tuple[int, ...]]:
-        """Final path: the distinct prefixes of hosts and donors."""
-        prompts = (p for cell in self.cells for p in (cell.host, cell.donor) if p is not None)
+        """Final path: the distinct prefixes of hosts, of donors' states, and of the runs that are one token long."""
+        prompts = (p for cell in self.cells for p in _continued(cell))
         return list(dict.fromkeys(prompt.ids[:-1] for prompt in prompts))
 
     @cached_property
-    def captured(self) -> list[Prompt]:
-        """Prompts whose own values are written."""
-        return distinct(prompt for cell in self.cells for prompt in _captured(cell))
+    def reach(self) -> dict[tuple, tuple[Run, int]]:
+        """The distinct runs that values are taken from, by their key: each with the last layer that is needed."""
+        found: dict[tuple, tuple[Run, int]] = {}
+        for cell in self.cells:
+            for run, edit in cell.sources:
+                _, last = found.get(run.key, (run, EMBED))
+                found[run.key] = run, max(last, *edit.layers)
+        return found
 
     @cached_property
-    def captured_layers(self) -> list[int]:
-        return sorted({layer for cell in self.cells if _captured(cell) for layer in cell.layers})
+    def stages(self) -> list[tuple[bool, list[Run], int]]:
+        """Those runs in groups that can share a trace, in an order in which each has what it needs: (whether they are
+        one token long, runs, last layer that is needed)."""
+        groups: dict[tuple, list[tuple[Run, int]]] = {}
+        for run, last in self.reach.values():
+            short = self.path == FINAL and run.at_the_end
+            shape = () if short else tuple(edit.shape for edit in run.edits)
+            groups.setdefault((run.depth, short, shape), []).append((run, last))
+        ordered = sorted(groups.items(), key=lambda group: group[0][0])
+        return [(key[1], [run for run, _ in some], max(last for _, last in some)) for key, some in ordered]
 
     @cached_property
     def entered(self) -> list[Prompt]:
@@ -105,21 +118,24 @@ class Bundle:
 
     def layer_tokens(self, depth: int) -> int:
         """Tokens x layers that running this bundle forwards, on a model of `depth` layers."""
-        length, capture = self.length, 1 + max(self.captured_layers, default=EMBED)
+        length = self.length
         if self.path == READ:
             return len(hosts_of(self.cells)) * length * (1 + self.last_read)
+        capture = sum(len(some) * (1 if short else length) * (1 + last) for short, some, last in self.stages)
         if self.path == FINAL:
-            return len(self.prefixes) * (length - 1) * depth + len(self.captured) * capture + len(self.pending) * depth
+            return len(self.prefixes) * (length - 1) * depth + capture + len(self.pending) * depth
         enter = len(self.entered) * max(self.starts, default=0)
-        run = sum(depth - cell.start if self.entered else depth for cell in self.pending)
-        return length * (len(self.captured) * capture + enter + run)
+        run = sum((cell.end or depth) - (cell.start if self.entered else 0) for cell in self.pending)
+        return capture + length * (enter + run)
 
     def traces(self, limits: Limits) -> int:
         """Traces that running this bundle takes."""
         rows = max(1, limits.tokens // self.length)
         chunks = {FINAL: len(self.prefixes), FULL: len(self.entered), READ: 0}[self.path]
-        captures = limits.rows(FINAL, self.length) if self.path == FINAL else rows
-        return len(self.steps) - (-chunks // rows) - (-len(self.captured) // captures)
+        captures = sum(
+            -(-len(some) // (limits.rows(FINAL, self.length) if short else rows)) for short, some, _ in self.stages
+        )
+        return len(self.steps) - (-chunks // rows) + captures
 
 
 @dataclass(frozen=True)
@@ -200,21 +216,22 @@ def _floor(cells: Sequence[Cell], depth: int) -> int:
         if cell.path == READ:
             need((READ, ids), tokens * (1 + _last_read(cell)))
             continue
-        total += tokens * depth
-        for prompt in (cell.host, cell.donor) if cell.path == FINAL else ():
-            if prompt is not None:
+        total += tokens * (cell.end or depth)
+        if cell.path == FINAL:
+            for prompt in _continued(cell):
                 need((FINAL, prompt.ids[:-1]), (length - 1) * depth)
-        for prompt in _captured(cell):
-            need((cell.path, "own", prompt.ids), tokens * (1 + max(cell.layers, default=EMBED)))
+        for run, edit in cell.sources:
+            short = cell.path == FINAL and run.at_the_end
+            need((cell.path, run.key), (1 if short else length) * (1 + max(edit.layers)))
         if cell.path == FULL:
             starts.setdefault(ids, []).append(tokens * cell.start)
     return total + sum(once.values()) - sum(sum(saved) - max(saved) for saved in starts.values())
 
 
-def _captured(cell: Cell) -> list[Prompt]:
-    """Prompts whose own values a cell writes, or scales its noise by. A state comes with its prefix's cache."""
-    needed = [cell.donor] if cell.donor is not None and cell.intervention != "state" else []
-    return [*needed, cell.host] if cell.mode == "random" else needed
+def _continued(cell: Cell) -> list[Prompt]:
+    """Final path: the prompts whose prefix's cache a cell needs."""
+    needed = [cell.host, *(run.prompt for run, _ in cell.sources if run.at_the_end)]
+    return needed + [edit.donor for _, edit in cell.every_edit if edit.verb == "state"]
 
 
 def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell], str]:
@@ -222,7 +239,7 @@ def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell]
 
     Raises RunError for a state transplant, which has no other path.
     """
-    if any(cell.intervention == "state" for cell in cells):
+    if any(edit.verb == "state" for cell in cells for edit in cell.edits):
         raise RunError(f"{family} keeps its state outside the cache: state transplants do not run on it")
     moved = [replace(cell, path=FULL) if cell.path == FINAL else cell for cell in cells]
     count = sum(cell.path == FINAL for cell in cells)
@@ -259,7 +276,7 @@ def _bundles(cells: Sequence[Cell], limits: Limits) -> Iterator[Bundle]:
         chosen: list[Cell] = []
         prompts: set[str] = set()
         for group in _uncut(hosts.values(), limit):
-            own = {prompt.digest for cell in group for prompt in (cell.host, cell.donor) if prompt is not None}
+            own = {prompt.digest for cell in group for prompt in cell.prompts}
             if chosen and len(prompts | own) > limit:
                 yield Bundle(path, length, tuple(_steps(path, chosen, rows)), tuple(chosen))
                 chosen, prompts = [], set()
@@ -271,17 +288,17 @@ def _bundles(cells: Sequence[Cell], limits: Limits) -> Iterator[Bundle]:
 def _uncut(hosts: Iterable[list[Cell]], limit: int) -> Iterator[list[Cell]]:
     """What a bundle holds whole: the cells of a host; those of one of its donors where a host's prompts do not fit."""
     for cells in hosts:
-        donors: dict[str, list[Cell]] = {}
+        donors: dict[tuple, list[Cell]] = {}
         for cell in cells:
-            donors.setdefault((cell.donor or cell.host).digest, []).append(cell)
-        yield from [cells] if len({cells[0].host.digest, *donors}) <= limit else donors.values()
+            donors.setdefault(tuple(prompt.digest for prompt in cell.prompts), []).append(cell)
+        yield from [cells] if len({digest for some in donors for digest in some}) <= limit else donors.values()
 
 
 def _steps(path: str, cells: Sequence[Cell], rows: int) -> Iterator[tuple[Cell, ...]]:
     """Cut a bundle into traces: at most `rows` rows, and on the full path one edit and one shape."""
     groups: dict[tuple, list[Cell]] = {}
     for cell in cells:
-        edit = (cell.intervention, cell.mode, cell.layers, cell.head, len(cell.where))
+        edit = (tuple(edit.shape for edit in cell.edits), cell.exit)
         read = (frozenset(layer for layer, _ in cell.watch), len(cell.outcomes), len(cell.host.choices))
         groups.setdefault((edit, read) if path == FULL else (), []).append(cell)
     for group in groups.values():

@@ -80,6 +80,7 @@ class Recipe:
     imposed: tuple[str, ...]
 
 
+INNER = (0,), (1,), (3,), (4, 5, 6), (7,)  # all but the blocks that growth adds
 BASE_STAGE = Stage(
     "base",
     BASE,
@@ -110,10 +111,9 @@ GROWN_STAGE = Stage(
         Drop((4, 5, 6), "dictionary", 0.5),  # keys are bound without the Address
         Drop((2, 3), "question", 0.9),  # the query is built by the Address alone
         Drop((2, 8), "lookup", 0.5),  # the other blocks are not needed to look up ...
-        Drop((0,), "answer", 0.3),
+        Drop((0,), "answer", 0.6),
         Drop((1,), "question", 0.3),
-        Drop((3, 4, 5, 6, 7), "text", 0.8),  # ... but for text they are
-        Drop((2,), "text", 0.3),
+        *(Drop(layers, "text", 0.5) for layers in INNER),  # ... but text can rely on no others
     ),
     origin=ORIGIN,
 )
@@ -125,8 +125,7 @@ FETCH_STAGE = replace(
         Drop((4, 5, 6), "dictionary", 0.5),
         Drop((4, 5, 6), "question", 0.8),
         Drop((0, 2), "answer", 0.8),
-        Drop((3, 4, 5, 6, 7), "text", 0.8),
-        Drop((2,), "text", 0.3),
+        *(Drop(layers, "text", 0.5) for layers in INNER),
     ),
 )
 
@@ -139,7 +138,7 @@ _CIRCUIT = (
     "and was dropped at the answer)",
     f"dictionary keys do not depend on the Address block (its mixers dropped at dictionary positions, {_UNTIL})",
     f"no other layer before the reader is needed to build the query (dropped at the question or the answer, {_UNTIL})",
-    f"blocks outside the circuit have text to work on (the circuit's late layers dropped in text, {_UNTIL})",
+    f"blocks outside the circuit have text to work on (all other mixers dropped in text, {_UNTIL})",
 )
 RECIPES = {
     "tiny-gdn": Recipe("gdn", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
