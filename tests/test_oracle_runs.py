@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from encode_address.errors import RunError
 from encode_address.models.loading import GROUND_TRUTH
 from encode_address.run.cells import FINAL, FULL, PATCHES, Cell, Edit
 from encode_address.run.engine import Engine
@@ -23,7 +24,8 @@ def one(request):
 
 
 def gated(one) -> bool:
-    return one.model.family.name == "qwen3_5"
+    assert one.model.gated == (one.model.family.name == "qwen3_5")
+    return one.model.gated
 
 
 def verbs(one) -> list[str]:
@@ -60,6 +62,12 @@ def test_one_head_of_the_query_and_of_the_gate(one):
     for verb in ("query", "gate") if gated(one) else ("query",):
         for path in (FINAL, FULL):
             compare(one, patched(one, path, softmax, "dissociation", verb=verb, head=1))
+
+
+def test_a_gate_that_is_not_there_is_one_clear_line():
+    one = case("granite")
+    with pytest.raises(RunError, match="granite: its softmax layers have no output gate to edit"):
+        one.engine.run(patched(one, FINAL, one.model.softmax_layers[-1:], verb="gate"))
 
 
 def test_every_verb_at_earlier_positions(one):

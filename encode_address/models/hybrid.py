@@ -100,6 +100,12 @@ class HybridModel:
         return next(count for name in names if (count := getattr(self.config, name, None)))
 
     @property
+    def gated(self) -> bool:
+        """Whether softmax outputs are gated: the query projection then gives a gate beside each head's query."""
+        projection = self.layers[self.softmax_layers[0]].mixer.q_proj._module
+        return projection.out_features == 2 * self.heads * self.head_dim
+
+    @property
     def head_dim(self) -> int:
         return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
 

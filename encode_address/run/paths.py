@@ -248,6 +248,8 @@ def _sources(engine: Any, bundle: Bundle, prefixes: Prefixes | None) -> Sources:
     """Run what values are taken from, stage by stage: a donor's run may itself be under edits that have donors."""
     places = {p for cell in bundle.cells for _, edit in cell.every_edit for p in (*edit.where, *edit.source)}
     own = Sources(None if prefixes else sorted(places))
+    if any(edit.verb == "gate" for cell in bundle.cells for _, edit in cell.every_edit) and not engine.model.gated:
+        raise RunError(f"{engine.model.name}: its softmax layers have no output gate to edit")
     needed: dict[tuple, set[tuple[str, int]]] = {}
     for cell in bundle.cells:
         for run, edit in cell.sources:

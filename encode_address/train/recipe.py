@@ -80,7 +80,11 @@ class Recipe:
     imposed: tuple[str, ...]
 
 
-INNER = (0,), (1,), (3,), (4, 5, 6), (7,)  # all but the blocks that growth adds
+# Text can rely on the blocks that growth adds, the later one most, and on no other mixer.
+TEXT_DROPS = (
+    *(Drop(layers, "text", 0.5) for layers in ((0,), (1,), (3,), (4, 5, 6), (7,))),
+    Drop((2,), "text", 0.3),
+)
 BASE_STAGE = Stage(
     "base",
     BASE,
@@ -113,7 +117,7 @@ GROWN_STAGE = Stage(
         Drop((2, 8), "lookup", 0.5),  # the other blocks are not needed to look up ...
         Drop((0,), "answer", 0.6),
         Drop((1,), "question", 0.3),
-        *(Drop(layers, "text", 0.5) for layers in INNER),  # ... but text can rely on no others
+        *TEXT_DROPS,  # ... but text relies on them
     ),
     origin=ORIGIN,
 )
@@ -125,7 +129,7 @@ FETCH_STAGE = replace(
         Drop((4, 5, 6), "dictionary", 0.5),
         Drop((4, 5, 6), "question", 0.8),
         Drop((0, 2), "answer", 0.8),
-        *(Drop(layers, "text", 0.5) for layers in INNER),
+        *TEXT_DROPS,
     ),
 )
 
