@@ -2,7 +2,7 @@
 
     import encode_address as ea
     model = ea.load("tiny-gdn")
-    table = ea.experiments.transplant.run(model)
+    table = ea.experiment("transplant", model).table
 
 The words (layer, block, reader, donor, host, cell, ...) are those of ARCHITECTURE.md.
 """
@@ -17,6 +17,7 @@ nnsight.register("encode_address")
 from encode_address import experiments, interventions, measure, metrics, stats, tasks  # noqa: E402
 from encode_address.circuit import find  # noqa: E402
 from encode_address.errors import EncodeAddressError  # noqa: E402
+from encode_address.lab import experiment  # noqa: E402
 from encode_address.models.hybrid import HybridModel  # noqa: E402
 from encode_address.models.loading import load  # noqa: E402
 from encode_address.run.cells import Cell  # noqa: E402
@@ -27,6 +28,7 @@ __all__ = [
     "EncodeAddressError",
     "Engine",
     "HybridModel",
+    "experiment",
     "experiments",
     "find",
     "interventions",

@@ -17,14 +17,14 @@ import pandas as pd
 from encode_address import rule
 from encode_address.errors import TaskError
 from encode_address.experiments import baseline, encode, readers, removal, transplant
-from encode_address.experiments.base import Heads, progress
+from encode_address.experiments.base import Heads
 from encode_address.experiments.removal import Unit
 from encode_address.metrics import accuracy, heads, perplexity, select, summary
 from encode_address.models.check import path_gap
 from encode_address.models.loading import card
 from encode_address.run.cells import Cell
-from encode_address.run.engine import Engine, git_revision, threads, versions
-from encode_address.run.memory import peak_bytes
+from encode_address.run.engine import git_revision, versions
+from encode_address.run.job import Job
 from encode_address.run.store import Store, stored_keys
 from encode_address.stats import estimate
 from encode_address.tasks import Dictionary, Prompt, Text, dictionary, text_source
@@ -85,7 +85,7 @@ def find(
         verdict = rule.judge(table, model.layout, list(variants))
         files = {
             "summary__csv": summary(table).to_csv(index=False),
-            "verdict__json": {**verdict.as_dict(), "model": model.name, "versions": versions(), **_facts(model)},
+            "verdict__json": {**verdict.as_dict(), "model": model.name, "versions": versions(), **facts(model)},
             "manifest__json": {
                 "command": {"variants": list(variants), "n": n, "seed": seed, "pool": pool, "text": source.name},
                 **job.engine.facts(),
@@ -139,43 +139,12 @@ def _tasks(
     return source, {variant: dictionary(model, variant, source, pool) for variant in variants}
 
 
-class _Job:
-    """Runs the cells of one model into one store, and remembers the tables."""
+class _Job(Job):
+    """What `find` measures, and how discovery leads to what is confirmed."""
 
-    def __init__(self, model: Any, text: Text, store: Store | None, batch_tokens: int | None = None) -> None:
-        self.model, self.source, self.store = model, text, store
-        self.engine = Engine(model, text, batch_tokens)
-        self.tables: list[pd.DataFrame] = []
-        self.seconds: dict[str, float] = {}
-        self.blocks = removal.blocks(model.layout)
-
-    def account(self) -> dict[str, Any]:
-        """What this run took: wall time per stage, tokens against their floor, threads, memory."""
-        engine = self.engine
-        return {
-            "stages": {stage: round(seconds, 2) for stage, seconds in self.seconds.items()},
-            "threads": threads(self.model),
-            "batch_tokens": engine.limits.tokens,
-            "tokens_forwarded": engine.tokens,
-            "tokens_planned": engine.planned,
-            "floor": engine.floor,
-            "traces": engine.traces,
-            "peak_rss_mb": round(peak_bytes() / 1e6),
-        }
-
-    def table(self) -> pd.DataFrame:
-        """All rows so far."""
-        return pd.concat(self.tables, ignore_index=True)
-
-    def run(self, what: str, cells: Sequence[Cell]) -> pd.DataFrame:
-        """Run cells under a progress bar (on a terminal only); their rows join the table."""
-        started = time.monotonic()
-        with progress(f"{self.model.name} {what}", cells) as bar:
-            self.engine.on_rows = bar.update
-            rows = self.engine.run(cells, self.store)
-        self.tables.append(rows)
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - started
-        return rows
+    @property
+    def blocks(self) -> list[Unit]:
+        return removal.blocks(self.model.layout)
 
     def text_cells(self, chunks: Sequence[Prompt]) -> list[Cell]:
         """The loss on text, intact and without each block or layer."""
@@ -262,7 +231,8 @@ def _items(task: Dictionary, n: int, seed: int, used: dict[str, set]) -> dict[st
     }
 
 
-def _facts(model: Any) -> dict[str, Any]:
+def facts(model: Any) -> dict[str, Any]:
+    """What a verdict says of the model itself: its layout, and what was imposed in its training."""
     layout = model.layout
     return {
         "layout": {

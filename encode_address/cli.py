@@ -1,4 +1,4 @@
-"""The command line: `encode-address find | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | run | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
@@ -71,6 +71,52 @@ def find(
             typer.echo(f"  imposed in training: {line}")
         pictures = sum(path.suffix == ".png" for path in drawn)
         typer.echo(f"  results in {found.folder}, {pictures} figures in {found.folder / 'figures'}\n")
+
+
+@app.command()
+def run(
+    experiment: Annotated[str | None, typer.Argument(help="its name (see --list)")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="list the experiments and stop")] = False,
+    model: Annotated[str | None, typer.Option(help="bundled name, hub name or folder")] = None,
+    variants: Annotated[str | None, typer.Option(help="e.g. chat8,list8,rev8 (default), chat8/far, long512")] = None,
+    n: Annotated[int | None, typer.Option(help="prompt pairs per variant; default: the paper's")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the dictionaries; 0 draws the paper's")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer pairs and chat8 only, unless given")] = False,
+    pool: Annotated[str, typer.Option(help="word pool")] = "A",
+    text: Annotated[
+        str | None, typer.Option(help="text for perplexity and means: a file, wikitext-2-v1 or bundled")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    out: Annotated[Path, typer.Option(help="results go to OUT/<model>/<experiment>/")] = Path("results"),
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="tokens of one trace at most; default: from free memory")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")] = False,
+) -> None:
+    """Run one experiment of the paper: table, conclusion and figures in OUT/<model>/<experiment>/."""
+    from encode_address import lab
+    from encode_address.figures import draw_all
+    from encode_address.models.loading import card, load
+
+    if listed:
+        return typer.echo(lab.listing())
+    if experiment is None or model is None:
+        raise EncodeAddressError("say which experiment and which model: encode-address run transplant --model tiny-gdn")
+    lab.named(experiment)  # before a model is loaded
+    loaded = load(model, device=device, dtype=dtype, revision=revision)
+    options = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "out": out}
+    options |= {"variants": variants.split(",") if variants else None, "batch_tokens": batch_tokens, "fresh": fresh}
+    if dry_run:
+        return typer.echo(lab.dry_run(experiment, loaded, **options))
+    result = lab.experiment(experiment, loaded, **options)
+    draw_all(result.folder)
+    for line in card(loaded).get("imposed", []):
+        typer.echo(f"imposed in training: {line}")
+    typer.echo(result.sentence)
+    typer.echo(result.folder)
 
 
 @app.command()

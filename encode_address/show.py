@@ -25,15 +25,16 @@ FLUSH = 15  # where the text of a labelled line starts
 
 
 def show(folder: str | Path) -> Iterator[str]:
-    """A screen for the results in `folder`, or for each folder of results directly below it.
+    """A screen for each folder of results: `folder` itself, a model's, and those of its experiments, below.
 
     Raises StoreError if there is none, or a file of it cannot be read.
     """
     folder = Path(folder)
-    below = sorted(path for path in folder.iterdir() if _has_results(path)) if folder.is_dir() else []
-    if not _has_results(folder) and not below:
+    places = [folder, *folder.glob("*"), *folder.glob("*/*")] if folder.is_dir() else []
+    found = sorted(path for path in places if _has_results(path))
+    if not found:
         raise StoreError(f"no results in {folder}: give the results folder of a model, or the folder that holds it")
-    yield from map(screen, [folder] if _has_results(folder) else below)
+    yield from map(screen, found)
 
 
 def screen(folder: Path) -> str:
@@ -49,7 +50,7 @@ def screen(folder: Path) -> str:
         _counts(rows),
         _cost(manifest.get("this_run") or {}) + _labelled("path gap", _said(manifest.get("path_gap"))),
         _progress(folder, len(rows) if finished else None, stored),
-        [f"  {sentence(verdict)}"] if verdict.get("status") else [],
+        [f"  {verdict.get('sentence') or sentence(verdict)}"] if {"status", "sentence"} & {*verdict} else [],
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 

@@ -39,10 +39,10 @@ def draw_all(folder: Path) -> list[Path]:
     Raises EncodeAddressError when the table or the verdict cannot be read, or a figure cannot be written.
     """
     table, verdict = read(Path(folder))
-    for name in ("circuit", "attention_example"):  # an earlier run may have drawn variants that this table lacks
+    for name in DRAWN:  # an earlier run may have drawn variants that this table lacks
         for stale in Path(folder, "figures").glob(f"{name}-*.p[nd][gf]"):
             stale.unlink()
-    return [path for figure in (circuit, attention_example) for path in figure.draw(table, verdict, Path(folder))]
+    return [path for figure in DRAWN.values() for path in figure.draw(table, verdict, Path(folder))]
 
 
 def draw_each(
@@ -125,15 +125,16 @@ def panels(
     below: float,
     right: float,
     left: float = 0.45,
+    sharex: bool = True,
 ) -> tuple[Figure, list[Any]]:
-    """A figure that no window system and no pyplot knows of, with `count` panels in a column that share x.
+    """A figure that no window system and no pyplot knows of, with `count` panels in a column.
 
     All sizes are in inches, so that text, which is of one size, has the room it needs whatever the model.
     """
     total = above + count * height + (count - 1) * between + below
     figure = Figure(figsize=(width, total))
     FigureCanvasAgg(figure)
-    axes = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+    axes = figure.subplots(count, 1, sharex=sharex, squeeze=False)[:, 0]
     figure.subplots_adjust(left / width, below / total, 1 - right / width, 1 - above / total, hspace=between / height)
     return figure, list(axes)
 
@@ -167,4 +168,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-from encode_address.figures import attention_example, circuit  # noqa: E402  they use what is above
+from encode_address.figures import attention_example, circuit, transplant  # noqa: E402  they use what is above
+
+DRAWN = {"circuit": circuit, "attention_example": attention_example, "transplant": transplant}

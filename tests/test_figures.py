@@ -313,7 +313,10 @@ def results(tmp_path_factory):
     labels = {"variant": "chat8"}
     units = removal.blocks(model.layout)
     plan = baseline.cells(swaps, watch, labels) + removal.cells(swaps, units, "zero", watch, labels)
-    rows = pd.concat([run_cells(model, plan), transplant.run(model, "chat8", n=8, watch=watch)])
+    items = ea.tasks.dictionary(model, "chat8").questions(8)
+    plan += transplant.host_cells(items, watch=watch, labels=labels)
+    plan += transplant.cells(items, units, watch=watch, labels=labels)
+    rows = run_cells(model, plan)
     torch.set_num_threads(threads)
     folder = tmp_path_factory.mktemp("results")
     rows.to_parquet(folder / "cells.parquet")

@@ -66,7 +66,7 @@ def test_one_head_of_the_query_and_of_the_gate(one):
 
 def test_a_gate_that_is_not_there_is_one_clear_line():
     one = case("granite")
-    with pytest.raises(RunError, match="granite: its softmax layers have no output gate to edit"):
+    with pytest.raises(RunError, match="GraniteMoeHybridForCausalLM: its softmax layers have no output gate to edit"):
         one.engine.run(patched(one, FINAL, one.model.softmax_layers[-1:], verb="gate"))
 
 

@@ -1,17 +1,18 @@
-"""What the experiments share: the cell of a clean/corrupted pair, and running cells with a progress bar."""
+"""What the experiments share: the setting they run in, the cell of a clean/corrupted pair, what a conclusion is."""
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
-from tqdm import tqdm
 
+from encode_address.models.layout import Layout
 from encode_address.run.cells import Cell
-from encode_address.run.engine import Engine
-from encode_address.tasks import Swap
+from encode_address.run.job import Job
+from encode_address.tasks import Dictionary, Swap
 from encode_address.tasks.text import Text
 
 Heads = Sequence[tuple[int, int]]
@@ -32,10 +33,72 @@ def swap_cell(intervention: str, swap: Swap, form: str, labels: Mapping[str, Any
 
 def run_cells(model: Any, cells: Sequence[Cell], text: Text | None = None) -> pd.DataFrame:
     """Run cells and return their table, with a progress bar on a terminal."""
-    with progress(model.name, cells) as bar:
-        return Engine(model, text, on_rows=bar.update).run(cells)
+    return Job(model, text, None).run("", cells)
 
 
-def progress(what: str, cells: Sequence[Cell]) -> tqdm:
-    """A bar over cells that is seen on a terminal only and leaves nothing behind."""
-    return tqdm(total=len(cells), desc=what, unit="cell", leave=False, disable=not sys.stderr.isatty())
+@dataclass(frozen=True)
+class Circuit:
+    """What `find` says of one variant: names of blocks, and reader heads, each possibly none."""
+
+    encode: tuple[str, ...] = ()
+    address: tuple[str, ...] = ()
+    readers: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, verdict: Mapping[str, Any]) -> Circuit:
+        """From one variant's part of a verdict ("readers": ["L7H0"])."""
+        heads = (re.fullmatch(r"L(\d+)H(\d+)", name) for name in verdict.get("readers") or ())
+        readers = tuple((int(m[1]), int(m[2])) for m in heads if m)
+        return cls(tuple(verdict.get("encode") or ()), tuple(verdict.get("address") or ()), readers)
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """As a verdict says it."""
+        readers = [f"L{layer}H{head}" for layer, head in self.readers]
+        return {"encode": list(self.encode), "address": list(self.address), "readers": readers}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variant of an experiment on one model: what its cells are made from."""
+
+    model: Any
+    variant: str
+    task: Dictionary
+    n: int
+    seed: int
+    text: Text
+    circuit: Circuit | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.model.layout
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The columns that all its rows share."""
+        task = self.task
+        return {
+            "variant": self.variant,
+            "surface": task.surface or "restate",
+            "pool": task.pool,
+            "dictionary_seed": self.seed,
+        }
+
+    def within(self, circuit: Circuit | None) -> Setting:
+        """The same with a circuit."""
+        return replace(self, circuit=circuit)
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What the rows of one variant say: "holds", "does not hold" or "undecided", and why, with the figures."""
+
+    status: str
+    why: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.status} - {self.why}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"status": self.status, "why": self.why, "figures": dict(self.figures)}

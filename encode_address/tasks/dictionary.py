@@ -93,7 +93,7 @@ class Dictionary:
             )
         if pool not in lexicon.pools:
             raise NameNotFound(f"unknown pool {pool!r}: this model has {', '.join(lexicon.pools)}")
-        self.variant, self.tokenizer, self.pool = variant, tokenizer, pool
+        self.variant, self.tokenizer, self.pool, self._lexicon, self._text = variant, tokenizer, pool, lexicon, text
         self.format, self.surface = match[1], (match[3] or "").removeprefix("/")
         self.size = 8 if self.format == "long" else int(match[2])
         self.wording = lexicon.wording(
@@ -114,6 +114,20 @@ class Dictionary:
                 f"words of one token in this tokenizer (dropped: {', '.join(self.dropped) or 'none'})"
             )
         self._answers: dict[str, int] = {}
+
+    def sister(self) -> Dictionary | None:
+        """The same task in another format or surface whose prompts have the same length, or None."""
+        words = self.keys[: self.size], self.values[: self.size]
+        length = len(self.prompt(*words, 0))
+        size = re.search(r"\d+", self.variant)[0]
+        for name in self._lexicon.wordings if self.format != "long" else ():
+            form, _, surface = name.partition("/")
+            other = f"{form}{size}" + (f"/{surface}" if surface else "")
+            if self._lexicon.wordings[name] != self.wording:
+                task = Dictionary(other, self.tokenizer, self._lexicon, self._text, self.pool)
+                if len(task.prompt(*words, 0)) == length:
+                    return task
+        return None
 
     @property
     def configurations(self) -> tuple[tuple[int, int], ...]:

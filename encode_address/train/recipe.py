@@ -1,7 +1,7 @@
 """What is trained, in which stages, and what is imposed meanwhile.
 
-Both architectures grow: a six-layer base learns to look keys up; three layers that write nothing are added; a second
-stage teaches the grown model to do without the old shortcuts. All help ends before the last fifth of the last stage.
+Both architectures grow: a six-layer base learns to look keys up; two layers that write nothing are added, a block and a
+softmax layer; a second stage teaches the grown model to do without the old shortcuts, and gives the new block text. All help ends before the last fifth of the last stage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from encode_address.train.words import KEYS
 
-BASE, GROWN = "lallla", "lalalllal"
+BASE, GROWN = "lallla", "lalallla"
 ORIGIN = {0: 0, 1: 1, 4: 2, 5: 3, 6: 4, 7: 5}  # layer of the grown model -> layer of the base
 ALL_SURFACES = ("equals", "is", "", "plain", "far", "near", "gap")
 
@@ -80,11 +80,8 @@ class Recipe:
     imposed: tuple[str, ...]
 
 
-# Text can rely on the blocks that growth adds, the later one most, and on no other mixer.
-TEXT_DROPS = (
-    *(Drop(layers, "text", 0.5) for layers in ((0,), (1,), (3,), (4, 5, 6), (7,))),
-    Drop((2,), "text", 0.3),
-)
+# Text can rely on the new block, and on no other mixer: each of them may be silent at any time, whatever the others are.
+TEXT_DROPS = tuple(Drop(layers, "text", 0.5) for layers in ((0,), (1,), (3,), (4, 5, 6), (7,)))
 BASE_STAGE = Stage(
     "base",
     BASE,
@@ -114,10 +111,10 @@ GROWN_STAGE = Stage(
     drops=(
         Drop((4, 5, 6), "dictionary", 0.5),  # keys are bound without the Address
         Drop((2, 3), "question", 0.9),  # the query is built by the Address alone
-        Drop((2, 8), "lookup", 0.5),  # the other blocks are not needed to look up ...
+        Drop((2,), "lookup", 0.5),  # the new block is not needed to look up ...
         Drop((0,), "answer", 0.6),
         Drop((1,), "question", 0.3),
-        *TEXT_DROPS,  # ... but text relies on them
+        *TEXT_DROPS,  # ... but for text
     ),
     origin=ORIGIN,
 )
@@ -142,7 +139,7 @@ _CIRCUIT = (
     "and was dropped at the answer)",
     f"dictionary keys do not depend on the Address block (its mixers dropped at dictionary positions, {_UNTIL})",
     f"no other layer before the reader is needed to build the query (dropped at the question or the answer, {_UNTIL})",
-    f"blocks outside the circuit have text to work on (all other mixers dropped in text, {_UNTIL})",
+    f"the block outside the circuit has text to work on (every other mixer dropped in half of the text, {_UNTIL})",
 )
 RECIPES = {
     "tiny-gdn": Recipe("gdn", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),

@@ -1,0 +1,196 @@
+"""`encode-address run`: one experiment of the paper on one model, into OUT/<model>/<experiment>/.
+
+An experiment is a module of `encode_address.experiments` with
+
+    SUMMARY, PAPER     one line, and the section of the paper
+    N, QUICK_N         pairs per variant
+    steps(setting)     a generator of lists of cells, which is sent the table of each: later cells may depend on it
+    conclude(rows, setting) -> Conclusion     what the rows of one variant say
+
+This module draws the prompts, runs the cells, and writes table, summary, verdict and manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pandas as pd
+
+from encode_address import circuit as main_job
+from encode_address.errors import NameNotFound, TaskError
+from encode_address.experiments import EXPERIMENTS
+from encode_address.experiments.base import Circuit, Conclusion, Setting
+from encode_address.metrics import select, summary
+from encode_address.run.cells import Cell
+from encode_address.run.engine import git_revision, versions
+from encode_address.run.job import Job
+from encode_address.run.store import Store, stored_keys
+from encode_address.tasks import dictionary, text_source
+
+VARIANTS = main_job.VARIANTS
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an experiment gave: a conclusion per variant, every row it rests on, and the folder they were written to."""
+
+    conclusions: dict[str, Conclusion]
+    table: pd.DataFrame
+    folder: Path
+
+    @property
+    def sentence(self) -> str:
+        """All conclusions in one line; what several variants share is said once."""
+        said: dict[str, list[str]] = {}
+        for variant, conclusion in self.conclusions.items():
+            said.setdefault(str(conclusion), []).append(variant)
+        return "; ".join(f"{', '.join(variants)}: {text}" for text, variants in said.items())
+
+
+def named(name: str) -> ModuleType:
+    """The experiment of that name. Raises NameNotFound, listing what there is."""
+    if name not in EXPERIMENTS:
+        raise NameNotFound(f"no experiment {name!r}: there are {', '.join(EXPERIMENTS)} (encode-address run --list)")
+    return EXPERIMENTS[name]
+
+
+def listing() -> str:
+    """A line per experiment: its name, its section of the paper, what it asks."""
+    width = max(map(len, EXPERIMENTS))
+    return "\n".join(f"{name:<{width}}  §{module.PAPER:<5} {module.SUMMARY}" for name, module in EXPERIMENTS.items())
+
+
+def experiment(
+    name: str,
+    model: Any,
+    variants: Sequence[str] | str | None = None,
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    quick: bool = False,
+    text: str | None = None,
+    pool: str = "A",
+    out: str | Path = "results",
+    batch_tokens: int | None = None,
+    fresh: bool = False,
+) -> Result:
+    """Run the experiment `name` on `model` and write OUT/<model>/<name>/.
+
+    Defaults are the paper's: chat8, list8 and rev8, n = 100 pairs; `quick` takes chat8 alone and fewer pairs. An
+    interrupted run continues where it was; `fresh` forgets it. Experiments about a circuit take it from the stored
+    verdict of `find`, which runs first, on few pairs, where there is none.
+    Raises EncodeAddressError subclasses for anything a user can mend.
+    """
+    module, folder = named(name), Path(out) / model.slug / name
+    started = time.monotonic()
+    settings, options = _settings(module, model, variants, n, seed, quick, text, pool)
+    known = _circuits(model, settings, out, options["text"], batch_tokens) if module.NEEDS_CIRCUIT else {}
+    settings = [setting.within(known.get(setting.variant)) for setting in settings]
+    with Store(folder, fresh=fresh) as store:
+        job = Job(model, settings[0].text, store, batch_tokens)
+        for setting in settings:
+            steps, rows = module.steps(setting), None
+            with suppress(StopIteration):
+                while True:
+                    rows = job.run(f"{name} {setting.variant}", steps.send(rows))
+        table = job.table()
+        conclusions = {s.variant: module.conclude(select(table, variant=s.variant), s) for s in settings}
+        result = Result(conclusions, table, folder)
+        files = {
+            "summary__csv": summary(table).to_csv(index=False),
+            "verdict__json": {
+                "experiment": name,
+                "paper": module.PAPER,
+                "model": model.name,
+                "sentence": result.sentence,
+                "variants": {
+                    s.variant: {**conclusions[s.variant].as_dict(), **(s.circuit.as_dict() if s.circuit else {})}
+                    for s in settings
+                },
+                "versions": versions(),
+                **main_job.facts(model),
+            },
+            "manifest__json": {
+                "command": {"experiment": name, **options},
+                **job.engine.facts(),
+                "git": git_revision(),
+                "rows": len(table),
+                "this_run": {"seconds": round(time.monotonic() - started, 1), **job.account()},
+            },
+        }
+        store.finish(table, **files)
+    return result
+
+
+def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kwargs: Any) -> str:
+    """What `experiment` with these arguments costs from nothing, as far as that does not depend on results."""
+    module = named(name)
+    batch_tokens, fresh = kwargs.pop("batch_tokens", None), kwargs.pop("fresh", False)
+    settings, _ = _settings(module, model, *args, **kwargs)
+    lines = []
+    known = _stored_circuits(model, settings, out) if module.NEEDS_CIRCUIT else {}
+    if module.NEEDS_CIRCUIT and known is None:
+        lines.append("  the circuit is not known yet: a quick `find` comes first, and says which cells follow")
+    else:
+        cells: list[Cell] = []
+        for setting in settings:
+            cells += next(module.steps(setting.within((known or {}).get(setting.variant))))
+        lines.append(f"{model.name} {name}: {Job(model, settings[0].text, None, batch_tokens).engine.plan(cells)}")
+        if module.ADAPTIVE:
+            lines.append("  what follows from these results comes on top")
+    stored = 0 if fresh else len(stored_keys(Path(out) / model.slug / name))
+    if stored:
+        lines.append(f"  {stored:,} rows are stored; those that this command needs are not run again")
+    return "\n".join(lines)
+
+
+def _settings(
+    module: ModuleType,
+    model: Any,
+    variants: Sequence[str] | str | None = None,
+    n: int | None = None,
+    seed: int = 0,
+    quick: bool = False,
+    text: str | None = None,
+    pool: str = "A",
+) -> tuple[list[Setting], dict[str, Any]]:
+    chosen = [variants] if isinstance(variants, str) else list(variants or (["chat8"] if quick else VARIANTS))
+    pairs = n if n is not None else module.QUICK_N if quick else module.N
+    if pairs < 2:
+        raise TaskError("an experiment needs n of 2 or more")
+    source = text_source(text, bundled=model.folder is not None)
+    settings = [
+        Setting(model, variant, dictionary(model, variant, source, pool), pairs, seed, source) for variant in chosen
+    ]
+    return settings, {"variants": chosen, "n": pairs, "seed": seed, "pool": pool, "text": source.name}
+
+
+def _stored_circuits(model: Any, settings: Sequence[Setting], out: str | Path) -> dict[str, Circuit] | None:
+    """The circuit of each variant, from the verdict that `find` stored, if it has all of them."""
+    path = Path(out) / model.slug / "verdict.json"
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text())
+    known = {name: Circuit.of(v) for name, v in (content.get("variants") or {}).items()}
+    return known if all(setting.variant in known for setting in settings) else None
+
+
+def _circuits(
+    model: Any, settings: Sequence[Setting], out: str | Path, text: str, batch_tokens: int | None
+) -> dict[str, Circuit]:
+    known = _stored_circuits(model, settings, out)
+    if known is None:
+        variants, first = [setting.variant for setting in settings], settings[0]
+        source = None if text.startswith("bundled") else text
+        main_job.find(
+            model, variants, main_job.QUICK_N, first.seed, source, first.task.pool, out, batch_tokens=batch_tokens
+        )
+        known = _stored_circuits(model, settings, out)
+    return known or {}

@@ -1,0 +1,60 @@
+"""A job: cells of one model run into one store, stage by stage, with a progress bar and an account of what it took."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from tqdm import tqdm
+
+from encode_address.run.cells import Cell
+from encode_address.run.engine import Engine, threads
+from encode_address.run.memory import peak_bytes
+from encode_address.run.store import Store
+from encode_address.tasks.text import Text
+
+
+class Job:
+    """Runs the cells of one model into one store, and remembers the tables."""
+
+    def __init__(self, model: Any, text: Text | None, store: Store | None, batch_tokens: int | None = None) -> None:
+        self.model, self.source, self.store = model, text, store
+        self.engine = Engine(model, text, batch_tokens)
+        self.tables: list[pd.DataFrame] = []
+        self.seconds: dict[str, float] = {}
+
+    def run(self, what: str, cells: Sequence[Cell]) -> pd.DataFrame:
+        """Run cells under a progress bar (on a terminal only); their rows join the table."""
+        started = time.monotonic()
+        with progress(f"{self.model.name} {what}", cells) as bar:
+            self.engine.on_rows = bar.update
+            rows = self.engine.run(cells, self.store)
+        self.tables.append(rows)
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - started
+        return rows
+
+    def table(self) -> pd.DataFrame:
+        """All rows so far."""
+        return pd.concat(self.tables, ignore_index=True)
+
+    def account(self) -> dict[str, Any]:
+        """What this run took: wall time per stage, tokens against their floor, threads, memory."""
+        engine = self.engine
+        return {
+            "stages": {stage: round(seconds, 2) for stage, seconds in self.seconds.items()},
+            "threads": threads(self.model),
+            "batch_tokens": engine.limits.tokens,
+            "tokens_forwarded": engine.tokens,
+            "tokens_planned": engine.planned,
+            "floor": engine.floor,
+            "traces": engine.traces,
+            "peak_rss_mb": round(peak_bytes() / 1e6),
+        }
+
+
+def progress(what: str, cells: Sequence[Cell]) -> tqdm:
+    """A bar over cells that is seen on a terminal only and leaves nothing behind."""
+    return tqdm(total=len(cells), desc=what, unit="cell", leave=False, disable=not sys.stderr.isatty())

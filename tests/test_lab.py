@@ -1,0 +1,117 @@
+"""`encode-address run`: what is listed works, on any family, resumes, and says what it costs."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+
+import encode_address as ea
+from encode_address import lab
+from encode_address.errors import NameNotFound, TaskError
+from encode_address.experiments import EXPERIMENTS
+from encode_address.metrics import select
+from tests.commands import Commands
+
+QUICK = ("tiny-gdn", "tiny-mamba2")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[tuple[str, str], lab.Result]:
+    """Every experiment at its quick size on both bundled models, with what was printed."""
+    out = tmp_path_factory.mktemp("lab")
+    return {
+        (name, model): ea.experiment(name, ea.load(model), quick=True, out=out)
+        for model in QUICK
+        for name in EXPERIMENTS
+    }
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("model", QUICK)
+def test_every_experiment_leaves_a_table_a_conclusion_and_what_it_took(results, name, model):
+    result = results[name, model]
+    verdict, manifest = (json.loads((result.folder / f).read_text()) for f in ("verdict.json", "manifest.json"))
+    assert verdict["sentence"] == result.sentence
+    assert result.folder.parts[-2:] == (model, name)
+    conclusion = verdict["variants"]["chat8"]
+    assert conclusion["status"] in ("holds", "does not hold", "undecided")
+    assert conclusion["why"]
+    assert len(pd.read_parquet(result.folder / "cells.parquet")) == len(result.table) == manifest["rows"]
+    assert manifest["this_run"]["tokens_forwarded"] >= manifest["this_run"]["floor"] > 0
+    assert {"variant", "surface", "pool", "dictionary_seed", "split", "pair"} <= set(result.table)
+    module = EXPERIMENTS[name]
+    assert module.SUMMARY
+    assert module.__doc__.count("\n") > 4, "a docstring that states the definition"
+
+
+def test_the_transplant_names_the_block_that_the_card_knows(results):
+    for model in QUICK:
+        conclusion = results["transplant", model].conclusions["chat8"]
+        assert (conclusion.status, conclusion.why[:2]) == ("holds", "G2"), model
+        rows = select(results["transplant", model].table, intervention="transplant", donor="same-dictionary")
+        assert set(rows["position"]) == {"final", "question", "question-before"}
+        assert {"G0+G1", "G1+G2", "L4"} <= set(rows["block"])
+        assert not rows.loc[rows["block"] == "G1", "redirected"].any()
+
+
+def test_the_same_experiment_again_computes_nothing(results):
+    result = results["transplant", QUICK[0]]
+    again = ea.experiment("transplant", ea.load(QUICK[0]), quick=True, out=result.folder.parents[1])
+    pd.testing.assert_frame_equal(again.table, result.table)
+    manifest = json.loads((result.folder / "manifest.json").read_text())
+    assert manifest["this_run"]["tokens_forwarded"] == 0
+
+
+def test_donors_of_another_format_where_the_wording_has_the_same_length(tmp_path):
+    model = ea.load(QUICK[0])
+    assert ea.tasks.dictionary(model, "chat8").sister() is None
+    assert ea.tasks.dictionary(model, "chat8/far").sister().variant == "chat8/near"
+    table = ea.experiment("transplant", model, "chat8/far", n=6, out=tmp_path).table
+    other = select(table, donor="other-format")
+    assert len(other) == 6 * len(model.layout.blocks)
+    assert set(other["prompt"]) == set(select(table, donor="identity", position="final")["prompt"])
+    assert not set(other["donor_prompt"]) & set(select(table, donor="same-dictionary")["donor_prompt"])
+
+
+# -- the command ----------------------------------------------------------------------------------
+def test_the_list_names_every_experiment_once():
+    assert [line.split()[0] for line in lab.listing().splitlines()] == list(EXPERIMENTS)
+
+
+def test_what_cannot_be_run_is_one_clear_line(tmp_path):
+    with pytest.raises(NameNotFound, match="no experiment 'removals': there are transplant"):
+        ea.experiment("removals", ea.load(QUICK[0]), out=tmp_path)
+    with pytest.raises(TaskError, match="n of 2 or more"):
+        ea.experiment("transplant", ea.load(QUICK[0]), n=1, out=tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    server = Commands(tmp_path_factory.mktemp("commands"))
+    yield server
+    server.close()
+
+
+def test_the_command_ends_with_the_conclusion_and_the_folder(commands, tmp_path):
+    asked = ("run", "transplant", "--model", QUICK[0], "--variants", "chat8", "--n", "4", "--out", tmp_path)
+    priced = commands.run(*asked, "--dry-run")
+    assert priced.code == 0
+    assert priced.stdout.startswith(f"{QUICK[0]} transplant: ")
+    assert "what follows from these results comes on top" in priced.stdout
+    assert not any(tmp_path.iterdir())
+    done = commands.run(*asked)
+    *_, sentence, folder = done.stdout.splitlines()
+    assert (done.code, folder) == (0, str(tmp_path / QUICK[0] / "transplant"))
+    assert sentence == json.loads((tmp_path / QUICK[0] / "transplant" / "verdict.json").read_text())["sentence"]
+    assert (tmp_path / QUICK[0] / "transplant" / "figures" / "transplant-chat8.png").is_file()
+    assert "rows are stored" in commands.run(*asked, "--dry-run").stdout
+
+
+def test_the_command_lists_and_refuses_in_one_line(commands):
+    listed = commands.run("run", "--list")
+    assert (listed.code, listed.stdout.strip()) == (0, lab.listing())
+    assert "say which experiment and which model" in commands.run("run", "transplant").error()
+    assert "no experiment 'nothing'" in commands.run("run", "nothing", "--model", QUICK[0]).error()
