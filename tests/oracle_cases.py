@@ -87,7 +87,7 @@ def agree(
         for layer, head in cell.watch:
             spans = [list(cell.host.span(f"entry {e}")) for e in range(len(cell.host.keys))]
             mass = [float(want[layer][head, span].sum()) for span in spans]
-            assert row[f"attn.L{layer}H{head}"] == pytest.approx(mass, abs=1e-5), what
+            assert row[f"attn.L{layer}H{head}"] == pytest.approx(mass, abs=size), what
         if cell.text:
             assert abs(row["loss"] - float(want["loss"])) <= 1e-5 * max(1.0, float(want["loss"])), what
             margins.append(float(want["loss"]))

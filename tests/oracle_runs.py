@@ -48,8 +48,9 @@ class Runs:
         oracle, seen = self.oracle, Seen()
         layers = oracle.decoder.layers
         writes: dict[tuple[str, int], list] = {}
+        gone = {layer for edit in edits if edit.mode == "layer" for layer in edit.layers}
         for edit in edits:
-            for layer in edit.layers:
+            for layer in edit.layers if edit.mode != "layer" else ():
                 site = {"transplant": "output", "remove": "output", "heads": "heads"}.get(edit.verb, edit.verb)
                 writes.setdefault((site, layer), []).append(self._write(edit, site, layer))
 
@@ -115,6 +116,8 @@ class Runs:
                 hooked(mixer.register_forward_pre_hook(before("input", i), with_kwargs=True))
                 hooked(out.register_forward_pre_hook(heads(i), with_kwargs=True))
                 hooked(mixer.register_forward_hook(after("output", i)))
+                if i in gone:
+                    hooked(layer.register_forward_hook(lambda *_, i=i: seen.sites["residual", i][None]))
                 if i in oracle.softmax:
                     mixer.oracle_runs = (attend(i), seen.weights, i)
                     stack.callback(delattr, mixer, "oracle_runs")

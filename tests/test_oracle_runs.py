@@ -100,6 +100,28 @@ def test_removal_at_some_positions(one, mode):
     compare(one, removals(one, mode))
 
 
+def test_whole_layers_removed(one):
+    softmax, outcome = one.model.softmax_layers[0], answers
+    cells = [
+        Cell(
+            "remove",
+            item.host,
+            layers=layers,
+            mode="layer",
+            outcomes=outcome(item),
+            watch=watch,
+            labels={"pair": item.pair},
+        )
+        for item in one.questions
+        for layers, watch in (((0,), one.watch), (one.units[1][1], one.watch), ((softmax,), ()))
+    ]
+    compare(one, cells)
+    with pytest.raises(RunError, match="a removed layer has no attention to watch"):
+        Cell("remove", one.questions[0].host, layers=(softmax,), mode="layer", watch=((softmax, 0),))
+    with pytest.raises(RunError, match="a whole layer is removed at all positions"):
+        Cell("remove", one.questions[0].host, layers=(0,), mode="layer", where=(1,))
+
+
 def test_every_linear_head_removed(one):
     layer = one.model.linear_layers[-1]
     cells = [

@@ -28,7 +28,7 @@ ON_PATH = {
     READ: ("none", "truncate"),
 }
 MODES = {  # how a verb is done; the first is what it means when nothing is said
-    "remove": ("zero", "mean"),
+    "remove": ("zero", "mean", "layer"),  # layer: the whole decoder layer passes on what enters it
     "transplant": ("outputs", "embeddings", "random"),
     "state": ("recurrent", "conv", "both"),
     "heads": ("zero",),
@@ -105,6 +105,7 @@ class Edit:
         yield verb in SAME_POSITION and self.where != self.source, f"{verb} keeps its position: where and source"
         yield verb in ("query", "gate") and self.where != host.final, f"{verb} is edited at the last position"
         yield self.mode not in MODES.get(verb, ("",)), f"{verb} has no mode {self.mode!r}"
+        yield self.mode == "layer" and bool(self.where), "a whole layer is removed at all positions"
         yield verb == "heads" and (self.head < 0 or len(self.layers) != 1), "heads takes one layer and one head"
         yield verb not in ("heads", *INSIDE_SOFTMAX) and self.head != -1, f"{verb} takes no head"
         yield min(self.layers, default=0) < EMBED, "layers count from 0"
@@ -243,6 +244,8 @@ class Cell:
         for edit in self.also:
             yield edit.verb not in INTERVENTIONS or edit.verb in ("none", "truncate"), f"no further edit {edit.verb!r}"
             yield from edit.rules(self.host, self.path)
+        gone = {layer for edit in self.edits if edit.mode == "layer" for layer in edit.layers}
+        yield not gone.isdisjoint(layer for layer, _ in self.watch), "a removed layer has no attention to watch"
         touched = [(edit.verb, layer, edit.head) for edit in self.edits for layer in edit.layers]
         yield len({*touched}) != len(touched), "the same layer is edited twice in the same way"
 

@@ -84,6 +84,13 @@ def set_value(mixer, value):
     return (after == (0 if value is None else value.to(after))).all()
 
 
+def pass_on(layer):
+    """The decoder layer does not run: what enters it leaves it."""
+    residual = layer.input
+    layer.skip(residual)
+    return (layer.output == residual).all()
+
+
 def zero_head(mixer, head, heads):
     """One head's output := zero."""
     remove_head(mixer, head, heads)

@@ -31,6 +31,7 @@ from encode_address.run.edits import (
     STATE,
     apply_edits,
     enter,
+    pass_on,
     put_gate,
     put_inputs,
     put_key,
@@ -316,6 +317,8 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
     if verb == "heads":
         return layer, HEADS, zero_head, (head, model.heads_of(layer))
     if verb == "remove":
+        if first.mode == "layer":
+            return layer, RESIDUAL, pass_on, ()
         value = None if first.mode == "zero" else engine.means()[layer]
         if not first.where:
             return layer, OUTPUT, set_value, (value,)
