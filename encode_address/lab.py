@@ -27,7 +27,7 @@ from encode_address import circuit as main_job
 from encode_address.errors import NameNotFound, TaskError
 from encode_address.experiments import EXPERIMENTS
 from encode_address.experiments.base import Circuit, Conclusion, Setting
-from encode_address.metrics import select, summary
+from encode_address.metrics import summary
 from encode_address.run.cells import Cell
 from encode_address.run.engine import git_revision, versions
 from encode_address.run.job import Job
@@ -101,7 +101,8 @@ def experiment(
                 while True:
                     rows = job.run(f"{name} {setting.variant}", steps.send(rows))
         table = job.table()
-        conclusions = {s.variant: module.conclude(select(table, variant=s.variant), s) for s in settings}
+        table = table.drop_duplicates("key", ignore_index=True)  # variants share what belongs to none of them
+        conclusions = {s.variant: module.conclude(_of(table, s.variant), s) for s in settings}
         result = Result(conclusions, table, folder)
         files = {
             "summary__csv": summary(table).to_csv(index=False),
@@ -149,6 +150,11 @@ def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kw
     if stored:
         lines.append(f"  {stored:,} rows are stored; those that this command needs are not run again")
     return "\n".join(lines)
+
+
+def _of(table: pd.DataFrame, variant: str) -> pd.DataFrame:
+    """A variant's rows, and those of no variant."""
+    return table[(table["variant"] == variant) | table["variant"].isna()]
 
 
 def _settings(

@@ -168,6 +168,12 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-from encode_address.figures import attention_example, circuit, transplant  # noqa: E402  they use what is above
+from encode_address.figures import attention_example, circuit, query_key, removal, transplant  # noqa: E402  they use what is above
 
-DRAWN = {"circuit": circuit, "attention_example": attention_example, "transplant": transplant}
+DRAWN = {
+    "circuit": circuit,
+    "attention_example": attention_example,
+    "removal": removal,
+    "transplant": transplant,
+    "query-key": query_key,
+}

@@ -10,7 +10,7 @@ import pytest
 import encode_address as ea
 from encode_address import lab
 from encode_address.errors import NameNotFound, TaskError
-from encode_address.experiments import EXPERIMENTS
+from encode_address.experiments import EXPERIMENTS, query_key
 from encode_address.metrics import select
 from tests.commands import Commands
 
@@ -56,6 +56,48 @@ def test_the_transplant_names_the_block_that_the_card_knows(results):
         assert not rows.loc[rows["block"] == "G1", "redirected"].any()
 
 
+def test_removal_has_its_units_places_ways_and_text(results):
+    for model in QUICK:
+        result = results["removal", model]
+        rows = select(result.table, experiment="removal")
+        assert {"all linear", "all softmax", "all but first", "all but Address", "L0", "L0H0", "L1H1"} <= set(
+            rows["block"]
+        )
+        assert set(rows["position"]) == {"all", "dictionary", "question", "final"}
+        assert {"zero", "mean", "layer"} <= set(rows["mode"])
+        text = select(result.table, experiment="text")
+        assert text["variant"].isna().all()
+        assert {"all linear", "L0", "L0H0"} <= set(text["block"].dropna())
+        nothing_left = select(rows, block="all linear", mode="zero")
+        assert nothing_left["correct"].mean() <= 0.2
+
+
+def test_query_key_keeps_the_papers_dualities(results):
+    """Rescuing the query reads what inserting the keys does; both restored is the intact attention, to rounding."""
+    for model in QUICK:
+        table = results["query-key", model].table
+        columns = [c for c in table if c.startswith("attn.") and select(table, experiment="rescue")[c].notna().all()]
+        sides = table[table["experiment"].isin(["query-key", "rescue"])].set_index(
+            ["experiment", "block", "ablation", "query_from", "key_from", "pair"]
+        )[columns]
+        inserted, rescued = sides.loc["query-key"].sort_index(), sides.loc["rescue"].sort_index()
+        assert (inserted.index == rescued.index).all()
+        assert len(columns) >= 1
+        for column in columns:
+            for a, b in zip(inserted[column], rescued[column]):
+                assert list(a) == pytest.approx(list(b), abs=2e-3)
+
+
+def test_the_transplant_acts_through_the_readers_query(results):
+    for model in QUICK:
+        conclusion = results["query-key", model].conclusions["chat8"]
+        assert conclusion.status == "holds", conclusion.why
+        arms = query_key.mediation(results["query-key", model].table)
+        assert arms["held"].value <= 0.1 < 0.75 <= arms["alone"].value
+        other = query_key.mediation(results["query-key", model].table, "value")
+        assert other["alone"].value <= 0.1 < 0.75 <= other["held"].value
+
+
 def test_the_same_experiment_again_computes_nothing(results):
     result = results["transplant", QUICK[0]]
     again = ea.experiment("transplant", ea.load(QUICK[0]), quick=True, out=result.folder.parents[1])
@@ -81,7 +123,7 @@ def test_the_list_names_every_experiment_once():
 
 
 def test_what_cannot_be_run_is_one_clear_line(tmp_path):
-    with pytest.raises(NameNotFound, match="no experiment 'removals': there are transplant"):
+    with pytest.raises(NameNotFound, match="no experiment 'removals': there are removal, transplant"):
         ea.experiment("removals", ea.load(QUICK[0]), out=tmp_path)
     with pytest.raises(TaskError, match="n of 2 or more"):
         ea.experiment("transplant", ea.load(QUICK[0]), n=1, out=tmp_path)

@@ -1,20 +1,35 @@
-"""Removal (paper section 3.2): a block's mixer outputs := 0, or := their mean, at every position.
+"""Removal (paper section 3.2): what does retrieval need?
 
-MLPs, norms and softmax layers are untouched and recomputed. Zeroing the first layer wrecks any model, so removal
-alone proves nothing about retrieval; the text loss stands beside every row for that reason.
+m^L(x, p) is the output of layer L's mixer at position p of prompt x, (d_model,). For L in a unit, m^L(x, p) := 0, or := its
+mean over a text ("mean"), or := that of another prompt of the same length ("resampled"), at all positions, or only at the
+dictionary's, the question's or the last. MLPs, norms and the other layers are recomputed. Units are blocks, single layers,
+single heads, and named sets; with mode "layer" the whole decoder layers pass on what enters them, MLPs and all.
+
+Zeroing the first layer wrecks any model, so removal alone proves nothing about retrieval: the loss on a text stands beside
+every row. If the Address were not needed, its removal would cost what the removal of any other block costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from encode_address.experiments.base import Heads, run_cells, swap_cell
+from encode_address.experiments import baseline
+from encode_address.experiments.base import Conclusion, Heads, Setting, swap_cell
+from encode_address.metrics import accuracy, perplexity, select
 from encode_address.models.layout import Layout
+from encode_address.rule import REMOVAL_DROP
 from encode_address.run.cells import Cell
-from encode_address.tasks import Prompt, Swap, Text, dictionary
+from encode_address.stats import difference, per_pair
+from encode_address.tasks import Prompt, Swap
+
+SUMMARY = "removal: which blocks, layers and heads retrieval needs, and what their removal costs on text"
+PAPER, N, QUICK_N = "3.2", 100, 24
+NEEDS_CIRCUIT, ADAPTIVE = True, False
+POSITIONS = ("all", "dictionary", "question", "final")
+FORMS = ("clean", "corrupted")
 
 Unit = tuple[str, tuple[int, ...]]
 
@@ -29,28 +44,86 @@ def single_layers(layout: Layout) -> list[Unit]:
     return [(f"L{layer}", (layer,)) for layer in layout.linear_layers]
 
 
+def named_sets(layout: Layout, address: Sequence[str] = ()) -> list[Unit]:
+    """All linear layers, all softmax layers, all linear layers but the first block, and all but the Address."""
+    first, linear = layout.blocks[0].layers, layout.linear_layers
+    kept = layout.layers_of("+".join(address)) if address else ()
+    sets = {
+        "all linear": linear,
+        "all softmax": layout.softmax_layers,
+        "all but first": tuple(layer for layer in linear if layer not in first),
+        "all but Address": tuple(layer for layer in linear if layer not in kept) if kept else (),
+    }
+    return [(name, tuple(layers)) for name, layers in sets.items() if layers]
+
+
 def cells(
     swaps: Sequence[Swap],
     units: Sequence[Unit],
     mode: str = "zero",
     watch: Heads = (),
     labels: Mapping[str, Any] | None = None,
+    position: str = "all",
 ) -> list[Cell]:
-    """Both forms of every pair with each unit removed; `mode` is "zero" or "mean"."""
-    shared = {"experiment": "removal", **(labels or {})}
+    """Both forms of every pair with each unit removed; `mode` is "zero", "mean" or "layer", `position` one of POSITIONS."""
+    shared = {"experiment": "removal", **(labels or {}), "position": position}
     return [
-        swap_cell("remove", swap, form, {**shared, "block": name}, layers=layers, mode=mode, watch=watch)
+        swap_cell(
+            "remove", swap, form, {**shared, "block": name}, layers=layers, mode=mode, watch=watch,
+            where=places(swap.clean, position),
+        )
         for name, layers in units
         for swap in swaps
-        for form in ("clean", "corrupted")
+        for form in FORMS
+    ]  # fmt: skip
+
+
+def places(prompt: Prompt, position: str) -> tuple[int, ...]:
+    """The positions of that name; none for "all"."""
+    if position == "all":
+        return ()
+    return tuple(range(prompt.span("question")[0])) if position == "dictionary" else prompt.span(position)
+
+
+def resampled_cells(
+    swaps: Sequence[Swap], units: Sequence[Unit], labels: Mapping[str, Any] | None = None
+) -> list[Cell]:
+    """Both forms of every pair with each unit's outputs taken from the next pair's prompt, at all positions."""
+    shared = {"experiment": "removal", **(labels or {}), "donor": "resampled"}
+    out = []
+    for name, layers in units:
+        for i, swap in enumerate(swaps):
+            others = (*swaps[i + 1 :], *swaps[:i])
+            other = next((o for o in others if len(o.clean) == len(swap.clean)), None)
+            for form in FORMS if other else ():
+                donor, everywhere = getattr(other, form), tuple(range(len(swap.clean)))
+                given = {"layers": layers, "donor": donor, "where": everywhere, "source": everywhere, "mode": "outputs"}
+                out.append(swap_cell("transplant", swap, form, {**shared, "block": name}, **given))
+    return out
+
+
+def head_cells(swaps: Sequence[Swap], model: Any, labels: Mapping[str, Any] | None = None) -> list[Cell]:
+    """Both forms of every pair with each head of each mixer, softmax or linear, removed at all positions."""
+    shared = {"experiment": "removal", **(labels or {})}
+    return [
+        swap_cell("heads", swap, form, {**shared, "block": f"L{layer}H{head}"}, layers=(layer,), head=head, mode="zero")
+        for layer in range(len(model.layout.kinds))
+        for head in range(model.heads_of(layer))
+        for swap in swaps
+        for form in FORMS
     ]
 
 
-def text_cells(chunks: Sequence[Prompt], units: Sequence[Unit], labels: Mapping[str, Any] | None = None) -> list[Cell]:
-    """The loss on text chunks, intact and with each unit removed, by zero and by mean."""
+def text_cells(
+    chunks: Sequence[Prompt],
+    units: Sequence[Unit],
+    labels: Mapping[str, Any] | None = None,
+    modes: Sequence[str] = ("zero", "mean"),
+) -> list[Cell]:
+    """The loss on text chunks, intact and with each unit removed."""
     shared = {"experiment": "text", "position": "all", **(labels or {})}
     out = [Cell("none", chunk, text=True, labels={**shared, "pair": i}) for i, chunk in enumerate(chunks)]
-    for mode in ("zero", "mean"):
+    for mode in modes:
         for name, layers in units:
             for i, chunk in enumerate(chunks):
                 given = {**shared, "block": name, "pair": i}
@@ -58,9 +131,65 @@ def text_cells(chunks: Sequence[Prompt], units: Sequence[Unit], labels: Mapping[
     return out
 
 
-def run(
-    model: Any, variant: str = "chat8", n: int = 100, seed: int = 0, mode: str = "zero", text: Text | None = None
-) -> pd.DataFrame:
-    """The table of every block's removal on `n` pairs of `variant`; mode "mean" needs a `text`."""
-    swaps = dictionary(model, variant, text).swaps(n, seed)
-    return run_cells(model, cells(swaps, blocks(model.layout), mode, labels={"variant": variant}), text)
+def head_text_cells(chunks: Sequence[Prompt], model: Any, labels: Mapping[str, Any] | None = None) -> list[Cell]:
+    """The loss on text chunks with each head removed."""
+    shared = {"experiment": "text", "position": "all", **(labels or {})}
+    return [
+        Cell(
+            "heads", chunk, layers=(layer,), head=head, text=True,
+            labels={**shared, "block": f"L{layer}H{head}", "pair": i},
+        )
+        for layer in range(len(model.layout.kinds))
+        for head in range(model.heads_of(layer))
+        for i, chunk in enumerate(chunks)
+    ]  # fmt: skip
+
+
+def steps(setting: Setting) -> Iterator[list[Cell]]:
+    """Everything at once: nothing here depends on a result."""
+    model, layout, text = setting.model, setting.layout, setting.text
+    labels = {**setting.labels, "split": "confirmation"}
+    swaps = setting.task.swaps(setting.n, setting.seed)
+    units, sets = blocks(layout), named_sets(layout, setting.circuit.address if setting.circuit else ())
+    single = [(f"L{layer}", (layer,)) for layer in range(len(layout.kinds))]
+    chunks = text.chunks(model.tokenizer, "test", n=text.count)
+    plan = baseline.cells(swaps, (), labels)
+    for mode in ("zero", "mean"):
+        plan += cells(swaps, units + sets, mode, (), labels)
+    plan += cells(swaps, units, "layer", (), labels) + cells(swaps, single, "zero", (), labels)
+    for position in POSITIONS[1:]:
+        plan += cells(swaps, units, "zero", (), labels, position)
+    plan += resampled_cells(swaps, units, labels) + head_cells(swaps, model, labels)
+    text_labels = {"split": "confirmation"}  # of no variant: all of them share the text
+    plan += text_cells(chunks, units + sets, text_labels) + head_text_cells(chunks, model, text_labels)
+    more = [*text_cells(chunks, single, text_labels, ("zero",)), *text_cells(chunks, units, text_labels, ("layer",))]
+    yield plan + [cell for cell in more if cell.intervention != "none"]
+
+
+def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
+    """The Address must be needed (accuracy falls by half or more, lower bound), and not every block may be."""
+    intact = select(rows, experiment="baseline")
+    if accuracy(intact).low < 0.8:
+        return Conclusion("undecided", f"the intact model answers {accuracy(intact)} only")
+    text = select(rows, experiment="text")
+    plain = perplexity(select(text, intervention="none")["loss"])
+    said, needed, spared = {}, [], []
+    for block in setting.layout.blocks:
+        removed = select(rows, experiment="removal", block=block.name, mode="zero", position="all")
+        drop = difference(per_pair(intact, "correct"), per_pair(removed, "correct"))
+        ratio = perplexity(select(text, block=block.name, mode="zero")["loss"]) / plain
+        said[block.name] = f"accuracy {accuracy(removed)}, perplexity x {ratio:.3g}"
+        if drop.low >= REMOVAL_DROP:
+            needed.append(block.name)
+        elif drop.high < REMOVAL_DROP:
+            spared.append(block.name)
+    why = "; ".join(f"without {name} {figures}" for name, figures in said.items())
+    address = setting.circuit.address if setting.circuit else ()
+    if not address:
+        return Conclusion("undecided", f"no Address is known to ask about; {why}", said)
+    name = "+".join(address)
+    if all(block in needed for block in address):
+        return Conclusion("holds", f"retrieval needs {name}: {why}", said)
+    if all(block in spared for block in address):
+        return Conclusion("does not hold", f"retrieval survives without {name}: {why}", said)
+    return Conclusion("undecided", why, said)

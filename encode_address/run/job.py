@@ -38,7 +38,8 @@ class Job:
 
     def table(self) -> pd.DataFrame:
         """All rows so far."""
-        return pd.concat(self.tables, ignore_index=True)
+        empty = pd.DataFrame(columns=["key", "variant", "split", "pair"])
+        return pd.concat(self.tables, ignore_index=True) if self.tables else empty
 
     def account(self) -> dict[str, Any]:
         """What this run took: wall time per stage, tokens against their floor, threads, memory."""
