@@ -61,8 +61,8 @@ def cells(
         for kind in donors:
             for item in items:
                 for seed in range(RANDOM_SEEDS) if kind == "random" else (-1,):
-                    donor = _donor(item, kind, partners)
-                    out.append(_cell("transplant", item, position, watch, labels, name, layers, kind, donor, seed))
+                    lent = donor(item, kind, partners)
+                    out.append(_cell("transplant", item, position, watch, labels, name, layers, kind, lent, seed))
     return out
 
 
@@ -175,12 +175,13 @@ def other_format(
     out = []
     for name, layers in units:
         for item in items:
-            donor = task.prompt(item.host.keys, item.host.values, item.donor_index)
-            out.append(_cell("transplant", item, "final", watch, labels, name, layers, "other-format", donor))
+            lent = task.prompt(item.host.keys, item.host.values, item.donor_index)
+            out.append(_cell("transplant", item, "final", watch, labels, name, layers, "other-format", lent))
     return out
 
 
-def _donor(item: QuestionSwap, kind: str, partners: Mapping[int, Prompt]) -> Prompt:
+def donor(item: QuestionSwap, kind: str, partners: Mapping[int, Prompt]) -> Prompt:
+    """The donor of that kind (see above) of a pair; `partners` as `permuted` gives them."""
     if kind == "permuted":
         return partners[item.pair]
     return {
@@ -205,14 +206,6 @@ def _cell(
     seed: int = -1,
 ) -> Cell:
     host = item.host
-    outcomes = [("redirected", host.choices[item.donor_index]), ("kept", host.answer)]
-    if kind == "dissociation":
-        outcomes += [
-            ("host_value_of_key_A", host.choices[item.donor_index]),
-            ("host_value_at_index_j", host.choices[item.shifted_index]),
-            ("donor_value", donor.answer),
-            ("host_answer_kept", host.answer),
-        ]
     where = host.span("question")[:-1] if position == "question-before" else host.span(position)
     return Cell(
         intervention,
@@ -224,7 +217,7 @@ def _cell(
         source=where if donor else (),
         mode="random" if kind == "random" else "outputs" if donor else "",
         seed=seed,
-        outcomes=tuple(outcomes),
+        outcomes=outcomes(item, kind, donor),
         watch=tuple(watch),
         labels={
             "experiment": "transplant",
@@ -238,3 +231,17 @@ def _cell(
             "donor_index": item.donor_index,
         },
     )
+
+
+def outcomes(item: QuestionSwap, kind: str, donor: Prompt | None) -> tuple[tuple[str, int], ...]:
+    """What a host may answer: the donor's entry, its own; with a dissociation donor, by key, by index, or the payload."""
+    host = item.host
+    named = [("redirected", host.choices[item.donor_index]), ("kept", host.answer)]
+    if kind == "dissociation":
+        named += [
+            ("host_value_of_key_A", host.choices[item.donor_index]),
+            ("host_value_at_index_j", host.choices[item.shifted_index]),
+            ("donor_value", donor.answer),
+            ("host_answer_kept", host.answer),
+        ]
+    return tuple(named)
