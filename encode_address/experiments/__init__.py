@@ -3,6 +3,6 @@
 from encode_address.experiments import baseline, encode, query_key, readers, removal, state, transplant
 
 # What `encode-address run` knows, in the paper's order; it names only what works.
-EXPERIMENTS = {"removal": removal, "transplant": transplant, "query-key": query_key, "state": state}
+EXPERIMENTS = {"removal": removal, "transplant": transplant, "query-key": query_key, "state": state, "encode": encode}
 
 __all__ = ["EXPERIMENTS", "baseline", "encode", "query_key", "readers", "removal", "state", "transplant"]

@@ -1,21 +1,32 @@
 """Encode swaps (paper section 3.5): do a block's outputs at the swapped tokens carry the swap?
 
-Donor and host differ by one exchange in the dictionary. The block's mixer outputs at the exchanged tokens :=
-the donor's, everything after is recomputed. The token embeddings, patched likewise, are the ceiling.
+Donor d and host h differ by one exchange in the dictionary. *Value swap*: h has the values of entries t and i exchanged;
+patched at the value of t; carried if h, asked for t, answers d's value. *Key swap*: d has the keys of t and i exchanged;
+patched at both keys (not the one in the question); carried if h, asked for t, answers the value of i. For L in a block and p a
+patched position, m^L(h, p) := m^L(d, p), with m^L the output of layer L's mixer, (d_model,); everything after is recomputed.
+
+The token embeddings, patched likewise, are the ceiling; every other block is a control. If no block encoded what the tokens
+are, a block's patch would change nothing: the share carried would be 0 and the host's own answer kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from encode_address.experiments.base import run_cells
-from encode_address.experiments.removal import Unit, blocks
+from encode_address import rule
+from encode_address.experiments.base import Conclusion, Setting
+from encode_address.experiments.removal import Unit, blocks, single_layers
+from encode_address.metrics import select
 from encode_address.run.cells import EMBED, Cell
-from encode_address.tasks import EntrySwap, dictionary
+from encode_address.stats import Estimate, estimate
+from encode_address.tasks import EntrySwap
 
+SUMMARY = "encode swaps: which block's outputs at swapped keys and values carry the swap"
+PAPER, N, QUICK_N = "3.5", 200, 40
+NEEDS_CIRCUIT, ADAPTIVE = False, False
 SWAPS = ("value", "key")
 
 
@@ -44,8 +55,33 @@ def cells(items: Sequence[EntrySwap], units: Sequence[Unit], labels: Mapping[str
     return out
 
 
-def run(model: Any, variant: str = "chat8", n: int = 200, seed: int = 0) -> pd.DataFrame:
-    """The table of both swaps on `n` items each."""
-    task = dictionary(model, variant)
-    items = [item for swap in SWAPS for item in task.entries(n, swap, seed)]
-    return run_cells(model, cells(items, blocks(model.layout), {"variant": variant}))
+def steps(setting: Setting) -> Iterator[list[Cell]]:
+    """Both swaps, `n` items each: every block, every linear layer, and the embeddings."""
+    labels = {**setting.labels, "split": "confirmation"}
+    items = [item for swap in SWAPS for item in setting.task.entries(setting.n, swap, setting.seed)]
+    single = [
+        unit for unit in single_layers(setting.layout) if unit[1] not in [b.layers for b in setting.layout.blocks]
+    ]
+    yield cells(items, blocks(setting.layout) + single, labels)
+
+
+def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
+    """One block carries both swaps (lower bounds .5), every other block neither (upper bounds .1), as in `rule`."""
+    chosen = rule.select_encode(rows, setting.layout)
+    claim = rule.judge_encode(rows, setting.layout, chosen)
+    units = [block.name for block in setting.layout.blocks] + ["embed"]
+    figures = {name: {swap: str(carried(rows, name, swap)) for swap in SWAPS} for name in units}
+    said = "; ".join(f"{name} {' / '.join(share.values())}" for name, share in figures.items())
+    if claim.holds:
+        return Conclusion("holds", f"{chosen} alone carries both swaps (value / key: {said})", figures)
+    ceiling = min(carried(rows, "embed", swap).low for swap in SWAPS)
+    if ceiling < rule.ENCODE_LOW:
+        return Conclusion("undecided", f"not even the embeddings carry the swaps ({said})", figures)
+    small = "too small" in claim.reason
+    return Conclusion("undecided" if small else "does not hold", f"{claim.reason} (value / key: {said})", figures)
+
+
+def carried(rows: pd.DataFrame, block: str, swap: str) -> Estimate:
+    """The share of hosts that answer as if the swap were theirs, patched at `block` ("embed": the embeddings)."""
+    some = select(rows, experiment="encode", intervention="transplant", block=block, swap=swap)
+    return estimate(some["carried"], some["pair"])
