@@ -11,7 +11,7 @@ from encode_address.stats import Estimate, estimate, per_pair
 
 FACTORS = [
     "experiment", "variant", "split", "intervention", "mode", "block", "layers", "position", "donor", "swap",
-    "reader", "path",
+    "reader", "path", "without", "ablation", "query_from", "key_from", "arm", "site",
 ]  # fmt: skip
 ATTENDED = ["target", "host_index", "donor_index"]  # columns that name an entry of the dictionary
 MEASURES = [

@@ -168,7 +168,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-from encode_address.figures import attention_example, circuit, encode, query_key, removal, state, transplant  # noqa: E402  they use what is above
+from encode_address.figures import attention_example, circuit, encode, query_key, removal, state, transplant, upstream  # noqa: E402  they use what is above
 
 DRAWN = {
     "circuit": circuit,
@@ -178,4 +178,5 @@ DRAWN = {
     "query-key": query_key,
     "state": state,
     "encode": encode,
+    "upstream": upstream,
 }

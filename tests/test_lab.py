@@ -98,6 +98,41 @@ def test_the_transplant_acts_through_the_readers_query(results):
         assert other["alone"].value <= 0.1 < 0.75 <= other["held"].value
 
 
+def test_the_state_of_the_address_moves_it_and_its_input_does_not(results):
+    for model in QUICK:
+        result = results["state", model]
+        conclusion = result.conclusions["chat8"]
+        assert conclusion.status == "holds", conclusion.why
+        block = conclusion.why.split()[4]
+        assert block == results["transplant", model].conclusions["chat8"].why[:2]
+        rows = select(result.table, block=block)
+        assert select(rows, intervention="state", mode="both", donor="same-dictionary")["redirected"].mean() >= 0.85
+        for verb in ("input", "residual"):
+            assert not select(rows, intervention=verb)["redirected"].any()
+        assert select(rows, donor="identity")["kept"].astype(float).mean() == 1.0
+
+
+def test_one_block_encodes_and_the_embeddings_are_the_ceiling(results):
+    for model in QUICK:
+        conclusion = results["encode", model].conclusions["chat8"]
+        assert (conclusion.status, conclusion.why[:2]) == ("holds", "G0"), conclusion.why
+        assert conclusion.figures["embed"]["value"].startswith("1.00")
+
+
+def test_a_block_after_the_address_changes_nothing_upstream(results):
+    for model in QUICK:
+        table = results["upstream", model].table
+        rows = select(table, experiment="upstream", donor="same-dictionary")
+        address = ea.load(model).layout.block(rows["block"].iloc[0])
+        plain = select(rows, without="").set_index("pair")["margin"]
+        without_first = select(rows, without="G0").set_index("pair")["margin"]
+        assert (plain - without_first).abs().max() > 1.0, "the removal reaches the donor"
+        for block in ea.load(model).layout.blocks:
+            if block.layers[0] > address.layers[-1]:
+                after = select(rows, without=block.name).set_index("pair")["margin"]
+                assert (plain - after).abs().max() <= 1e-3
+
+
 def test_the_same_experiment_again_computes_nothing(results):
     result = results["transplant", QUICK[0]]
     again = ea.experiment("transplant", ea.load(QUICK[0]), quick=True, out=result.folder.parents[1])

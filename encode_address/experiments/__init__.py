@@ -1,8 +1,15 @@
 """One file per question: `cells(...)` makes the plan, `steps` and `conclude` are the whole experiment (see `lab`)."""
 
-from encode_address.experiments import baseline, encode, query_key, readers, removal, state, transplant
+from encode_address.experiments import baseline, encode, query_key, readers, removal, state, transplant, upstream
 
 # What `encode-address run` knows, in the paper's order; it names only what works.
-EXPERIMENTS = {"removal": removal, "transplant": transplant, "query-key": query_key, "state": state, "encode": encode}
+EXPERIMENTS = {
+    "removal": removal,
+    "transplant": transplant,
+    "query-key": query_key,
+    "state": state,
+    "encode": encode,
+    "upstream": upstream,
+}
 
-__all__ = ["EXPERIMENTS", "baseline", "encode", "query_key", "readers", "removal", "state", "transplant"]
+__all__ = ["EXPERIMENTS", "baseline", "encode", "query_key", "readers", "removal", "state", "transplant", "upstream"]

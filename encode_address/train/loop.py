@@ -99,7 +99,7 @@ class Run:
 
     def _step(self) -> dict[str, Any]:
         stage, share = self.stage, self.step / self.stage.steps
-        rate = min(1.0, (self.step + 1) / stage.warmup) * min(1.0, max(0.02, (1 - share) / stage.decay))
+        rate = min(1.0, (self.step + 1) / stage.warmup) * min(1.0, max(0.02, (1 - share) / stage.decay) ** stage.power)
         for optimizer, full in zip(self.optimizers, (stage.muon, stage.adam)):
             for group in optimizer.param_groups:
                 group["lr"] = full * rate

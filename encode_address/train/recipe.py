@@ -43,7 +43,7 @@ class Guide:
 class Stage:
     """One run of the training loop.
 
-    Rates are constant after `warmup` steps and fall linearly over the last `decay` of them. `levels` is a curriculum of
+    Rates are constant after `warmup` steps and fall over the last `decay` of them, linearly or as a `power`. `levels` is a curriculum of
     (entries, words in use): the next comes when the running accuracy passes `advance`; on the last, `sizes` are drawn
     instead, if given. Help that is *imposed* fades between two shares of the steps: `guides` in `guide_fade`, `drops`
     (which begin with the last level) in `drop_fade`.
@@ -63,6 +63,7 @@ class Stage:
     text: float = 0.15
     warmup: int = 20
     decay: float = 0.35
+    power: float = 1.0
     guides: tuple[Guide, ...] = ()
     guide_fade: tuple[float, float] = (0.55, 0.65)
     drops: tuple[Drop, ...] = ()
@@ -101,15 +102,16 @@ BASE_STAGE = Stage(
 GROWN_STAGE = Stage(
     "grown",
     GROWN,
-    steps=1200,
+    steps=1600,
     muon=0.012,
     adam=3e-3,
     sizes=(8, 8, 8, 8, 4, 16),
     text=0.25,
-    decay=0.5,
+    decay=0.7,
+    power=2.0,  # the last fifth, without help, is calm: what was learned with help is to stay
     guides=(Guide(7, "entry", 0.5),),
     drops=(
-        Drop((4, 5, 6), "dictionary", 0.5),  # keys are bound without the Address
+        Drop((4, 5, 6), "dictionary", 0.6),  # keys are bound without the Address
         Drop((2, 3), "question", 0.9),  # the query is built by the Address alone
         Drop((2,), "lookup", 0.5),  # the new block is not needed to look up ...
         Drop((0,), "answer", 0.6),
