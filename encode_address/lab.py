@@ -4,6 +4,9 @@ An experiment is a module of `encode_address.experiments` with
 
     SUMMARY, PAPER     one line, and the section of the paper
     N, QUICK_N         pairs per variant
+    VARIANTS           where they are not chat8, list8 and rev8
+    NEEDS_CIRCUIT      whether `find` must have said what the circuit is
+    ADAPTIVE           whether later cells depend on results
     steps(setting)     a generator of lists of cells, which is sent the table of each: later cells may depend on it
     conclude(rows, setting) -> Conclusion     what the rows of one variant say
 
@@ -111,6 +114,7 @@ def experiment(
                 "paper": module.PAPER,
                 "model": model.name,
                 "sentence": result.sentence,
+                "vocabulary": len(model.tokenizer),
                 "variants": {
                     s.variant: {**conclusions[s.variant].as_dict(), **(s.circuit.as_dict() if s.circuit else {})}
                     for s in settings
@@ -167,7 +171,11 @@ def _settings(
     text: str | None = None,
     pool: str = "A",
 ) -> tuple[list[Setting], dict[str, Any]]:
-    chosen = [variants] if isinstance(variants, str) else list(variants or (["chat8"] if quick else VARIANTS))
+    chosen = (
+        [variants]
+        if isinstance(variants, str)
+        else list(variants or (["chat8"] if quick else getattr(module, "VARIANTS", VARIANTS)))
+    )
     pairs = n if n is not None else module.QUICK_N if quick else module.N
     if pairs < 2:
         raise TaskError("an experiment needs n of 2 or more")

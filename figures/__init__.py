@@ -168,7 +168,17 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-from encode_address.figures import attention_example, circuit, encode, query_key, removal, state, transplant, upstream  # noqa: E402  they use what is above
+from encode_address.figures import (  # noqa: E402  they use what is above
+    attention_example,
+    circuit,
+    encode,
+    pruning,
+    query_key,
+    removal,
+    state,
+    transplant,
+    upstream,
+)
 
 DRAWN = {
     "circuit": circuit,
@@ -178,5 +188,6 @@ DRAWN = {
     "query-key": query_key,
     "state": state,
     "encode": encode,
+    "pruning": pruning,
     "upstream": upstream,
 }

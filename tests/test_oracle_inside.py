@@ -164,6 +164,26 @@ def test_truncation_and_attention_in_one_forward(one):
     assert min(moved(a, b) for a, b in pairwise(said)) > 1e-3, "two exits say the same"
 
 
+def test_the_loss_of_truncated_models(one):
+    """On text, at every exit in one forward, against a model that has no layers above."""
+    chunks = one.text.chunks(one.model.tokenizer, "test", n=3)
+    cells = [
+        Cell("truncate", chunk, layers=(layer,), text=True, labels={"pair": i})
+        for layer in range(len(one.oracle.mixers))
+        for i, chunk in enumerate(chunks)
+    ]
+    assert {cell.path for cell in cells} == {READ}
+    table = one.engine.run(cells)
+    ids, whole = ids_of(chunks), one.oracle.decoder.layers
+    for layer, rows in table.groupby("layers"):
+        one.oracle.decoder.layers = whole[: int(layer) + 1]
+        want = one.oracle.losses(ids)
+        one.oracle.decoder.layers = whole
+        assert rows["loss"].to_list() == pytest.approx(want.tolist(), rel=1e-5, abs=1e-5)
+    last = one.engine.run([Cell("none", chunk, text=True) for chunk in chunks])
+    assert rows["loss"].to_list() == pytest.approx(last["loss"].to_list(), rel=1e-5)
+
+
 def test_the_last_exit_is_the_model(one):
     cells = truncations(one)[-PAIRS:]
     plain = [Cell("none", c.host, path=FULL, outcomes=c.outcomes, labels=c.labels) for c in cells]

@@ -1,9 +1,20 @@
 """One file per question: `cells(...)` makes the plan, `steps` and `conclude` are the whole experiment (see `lab`)."""
 
-from encode_address.experiments import baseline, encode, query_key, readers, removal, state, transplant, upstream
+from encode_address.experiments import (
+    baseline,
+    encode,
+    pruning,
+    query_key,
+    readers,
+    removal,
+    state,
+    transplant,
+    upstream,
+)
 
 # What `encode-address run` knows, in the paper's order; it names only what works.
 EXPERIMENTS = {
+    "pruning": pruning,
     "removal": removal,
     "transplant": transplant,
     "query-key": query_key,
@@ -12,4 +23,15 @@ EXPERIMENTS = {
     "upstream": upstream,
 }
 
-__all__ = ["EXPERIMENTS", "baseline", "encode", "query_key", "readers", "removal", "state", "transplant", "upstream"]
+__all__ = [
+    "EXPERIMENTS",
+    "baseline",
+    "encode",
+    "pruning",
+    "query_key",
+    "readers",
+    "removal",
+    "state",
+    "transplant",
+    "upstream",
+]

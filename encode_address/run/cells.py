@@ -227,14 +227,16 @@ class Cell:
         yield self.path not in ON_PATH, f"unknown path {self.path!r}: use one of {', '.join(ON_PATH)}"
         yield verb not in ON_PATH[self.path], f"the {self.path} path does not run {verb}"
         yield self.path == FINAL and len(self.host) < 2, "the final path needs prompts of two tokens or more"
-        yield self.text and bool(self.watch or self.outcomes or self.path != FULL), "a text gives its loss alone"
+        read = FULL if self.exit is None or self.also else READ
+        yield self.text and bool(self.watch or self.outcomes or self.path != read), "a text gives its loss alone"
         if self.path == READ:
             yield bool(self.also), "the read path edits nothing"
             if verb == "none":
                 yield bool(self.outcomes), "the read path reads attention, not answers"
                 yield not self.watch, "nothing is asked: give outcomes, watch or text"
         if self.exit is not None:
-            yield len(self.layers) != 1 or bool(self.watch or self.text), "truncate takes one layer, no watch"
+            yield len(self.layers) != 1 or bool(self.watch), "truncate takes one layer, no watch"
+            yield self.text and bool(self.also), "the loss of a truncated model is that of an unedited one"
             yield (
                 max((layer for edit in self.also for layer in edit.layers), default=EMBED) > self.exit,
                 ("an edit above the layer that the model stops at"),

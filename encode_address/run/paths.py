@@ -354,16 +354,20 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
         if cell.intervention == "truncate":
             exits.setdefault(cell.layers[0], []).append(cell)
     rows = {i: torch.tensor([row[c.host.digest] for c in cells], device=model.device) for i, cells in exits.items()}
-    tokens = {i: asked(cells) for i, cells in exits.items()}
     watch, norm, head, scaling = _ops(model, watched(plain)), model.final_norm, model.lm_head, model.logits_scaling
+    ids, text = ids_of(hosts), bundle.cells[0].text
+    tokens = {i: None if text else asked(cells) for i, cells in exits.items()}
     entries = entries_of(hosts) if watch else None
     engine.count(len(hosts) * bundle.length, 1 + last)
-    with torch.no_grad(), model.trace(ids_of(hosts), logits_to_keep=1) as tracer:
-        seen = nnsight.save({"attention": {}, "answer": {}})
+    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+        seen = nnsight.save({"attention": {}, "answer": {}, "loss": {}})
         for i in range(last + 1):
             if i in watch:
                 seen["attention"][i] = entry_attention(layers[i].mixer, watch[i], entries)
-            if i in exits:
+            if i in exits and text:
+                logits = truncated_logits(layers[i], norm, head, scaling, every=True)
+                seen["loss"][i] = measure.next_token_loss(logits, ids)[rows[i]]
+            elif i in exits:
                 logits = truncated_logits(layers[i], norm, head, scaling)[rows[i]]
                 seen["answer"][i] = measure.answer(logits, tokens[i])
         tracer.stop()
@@ -371,8 +375,12 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
         index = torch.tensor([row[cell.host.digest] for cell in plain], device=model.device)
         yield plain, {"attention": {i: mass[index] for i, mass in seen["attention"].items()}}
     for i, cells in exits.items():
-        engine.verify([], {}, seen["answer"][i]["finite"], cells)
-        yield cells, {"attention": {}, "answer": seen["answer"][i]}
+        if text:
+            engine.verify([], {}, torch.isfinite(seen["loss"][i]), cells)
+            yield cells, {"loss": seen["loss"][i]}
+        else:
+            engine.verify([], {}, seen["answer"][i]["finite"], cells)
+            yield cells, {"attention": {}, "answer": seen["answer"][i]}
 
 
 PATHS = {FINAL: final, FULL: full, READ: read}

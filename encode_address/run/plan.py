@@ -37,10 +37,10 @@ class Limits:
     text_rows: int = 8
     step_rows: int = STEP_ROWS
 
-    def prompts(self, path: str, length: int) -> int:
+    def prompts(self, path: str, length: int, text: bool = False) -> int:
         """Distinct prompts of a bundle; at least a donor and a host."""
         if path == READ:
-            return max(1, self.tokens // length)
+            return self.rows(path, length, text)
         return max(2, self.kept // max(1, self.per_prompt(path, length)))
 
     def rows(self, path: str, length: int, text: bool = False) -> int:
@@ -272,7 +272,7 @@ def _bundles(cells: Sequence[Cell], limits: Limits) -> Iterator[Bundle]:
         shape = (cell.path, len(cell.host), len(cell.host.keys), cell.text)
         shapes.setdefault(shape, {}).setdefault(cell.host.digest, []).append(cell)
     for (path, length, _, text), hosts in shapes.items():
-        limit, rows = limits.prompts(path, length), limits.rows(path, length, text)
+        limit, rows = limits.prompts(path, length, text), limits.rows(path, length, text)
         chosen: list[Cell] = []
         prompts: set[str] = set()
         for group in _uncut(hosts.values(), limit):
