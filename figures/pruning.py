@@ -31,11 +31,11 @@ def draw(table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path) -> l
 
 
 def _figure(rows: pd.DataFrame, verdict: dict[str, Any]):
-    curves = normalised(rows)
+    curves, task = normalised(rows), metrics.select(rows, experiment="pruning")
     variants = list(dict.fromkeys(curves["variant"]))
     layers = sorted(curves["last"].unique())
     width = min(7.0, max(3.4, 1.0 + 0.12 * len(layers)))
-    figure, (top,) = figures.panels(width, 1, 1.6, above=0.5, between=0.4, below=0.95, right=0.2)
+    figure, (top,) = figures.panels(width, 1, 1.6, above=0.5, between=0.4, below=0.9, right=0.2)
     for variant in variants:
         one = curves[curves["variant"] == variant]
         top.plot(one["last"], one["value"], color=figures.SKY, linewidth=0.7, zorder=2)
@@ -53,8 +53,8 @@ def _figure(rows: pd.DataFrame, verdict: dict[str, Any]):
     top.set_ylabel("normalised")
     top.set_xlim(layers[0] - 0.7, layers[-1] + 0.7)
     _strip(top, verdict, layers)
-    name = f" ({rows['model'].iloc[0]}, n = {rows['pair'].nunique()} pairs)" if "model" in rows else ""
-    top.set_xlabel(f"last layer that runs{name}", labelpad=26)
+    name = f" ({rows['model'].iloc[0]}, n = {task['pair'].nunique()} pairs)" if "model" in rows else ""
+    top.set_xlabel(f"last layer that runs{name}", labelpad=34)
     top.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=1)
     return figure
 

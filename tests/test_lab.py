@@ -158,7 +158,7 @@ def test_the_list_names_every_experiment_once():
 
 
 def test_what_cannot_be_run_is_one_clear_line(tmp_path):
-    with pytest.raises(NameNotFound, match="no experiment 'removals': there are removal, transplant"):
+    with pytest.raises(NameNotFound, match="no experiment 'removals': there are pruning, removal"):
         ea.experiment("removals", ea.load(QUICK[0]), out=tmp_path)
     with pytest.raises(TaskError, match="n of 2 or more"):
         ea.experiment("transplant", ea.load(QUICK[0]), n=1, out=tmp_path)
