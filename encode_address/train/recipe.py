@@ -82,7 +82,7 @@ class Recipe:
 
 
 # Text can rely on the new block, and on no other mixer: each of them may be silent at any time, whatever the others are.
-TEXT_DROPS = tuple(Drop(layers, "text", 0.5) for layers in ((0,), (1,), (3,), (4, 5, 6), (7,)))
+TEXT_DROPS = tuple(Drop(layers, "text", 0.65) for layers in ((0,), (1,), (3,), (4, 5, 6), (7,)))
 BASE_STAGE = Stage(
     "base",
     BASE,
@@ -141,7 +141,7 @@ _CIRCUIT = (
     "and was dropped at the answer)",
     f"dictionary keys do not depend on the Address block (its mixers dropped at dictionary positions, {_UNTIL})",
     f"no other layer before the reader is needed to build the query (dropped at the question or the answer, {_UNTIL})",
-    f"the block outside the circuit has text to work on (every other mixer dropped in half of the text, {_UNTIL})",
+    f"the block outside the circuit has text to work on (every other mixer dropped in two thirds of the text, {_UNTIL})",
 )
 RECIPES = {
     "tiny-gdn": Recipe("gdn", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
