@@ -263,8 +263,9 @@ def swap_states(cache, donors, cells: Sequence[Any]) -> None:
     for row, cell in enumerate(cells):
         for layer in cell.layers if cell.intervention == "state" else ():
             mine, theirs = cache.layers[layer], donors.layers[layer]
+            heads = slice(None) if cell.head == -1 else cell.head
             if cell.mode in ("recurrent", "both"):
-                mine.recurrent_states[0][row] = theirs.recurrent_states[0][row]
+                mine.recurrent_states[0][row, heads] = theirs.recurrent_states[0][row, heads]
             if cell.mode in ("conv", "both"):
                 mine.conv_states[0][row] = theirs.conv_states[0][row]
 

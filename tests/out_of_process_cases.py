@@ -246,7 +246,7 @@ def uniform_names(model, backend):
         seen["mlp"] = model.layers[0].mlp.output.clone()
         seen["projected"] = model.layers[1].mixer.out_proj.input.clone()
         seen["softmax"] = mixer_output(model.layers[1].mixer).clone()
-        remove(model.mixers("G2+L8"))
+        remove(model.mixers("G2+L0"))
         seen["final_norm"] = model.final_norm.output.clone()
         seen["lm_head"] = model.lm_head.output.clone()
         seen["logits"] = tracer.result.logits[:, -1].clone()

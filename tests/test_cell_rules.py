@@ -92,6 +92,7 @@ SHORT = {"host": prompt(1), "donor": prompt(1), "layers": (2,), "where": (0,), "
         ("query", {**PATCHED, "where": (3,), "source": (3,)}, "query is edited at the last position"),
         ("gate", {**PATCHED, "where": (3,), "source": (3,)}, "gate is edited at the last position"),
         ("value", {**PATCHED, "source": (3,)}, "value keeps its position: where and source"),
+        ("state", {**STATE, "mode": "conv", "head": 0}, "only recurrent states have heads"),
         ("state", {**STATE, "mode": "outputs"}, "state has no mode 'outputs'"),
         ("remove", {"layers": (2,), "mode": "median"}, "remove has no mode 'median'"),
         ("transplant", {**PATCHED, "mode": "zero"}, "transplant has no mode 'zero'"),

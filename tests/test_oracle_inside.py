@@ -76,6 +76,19 @@ def test_state(one):
     assert table["path"].unique().tolist() == [FINAL]
 
 
+def test_the_state_of_one_head(one):
+    """Every head of every linear layer; all heads of a layer by themselves are less than the layer."""
+    layer = one.units[1][1][0]
+    heads = range(one.model.heads_of(layer))
+    cells = [
+        c for h in heads for c in patched(one, FINAL, (layer,), "dissociation", verb="state", mode="recurrent", head=h)
+    ]
+    table, _ = check(one, cells)
+    assert table.groupby("pair")["margin"].nunique().min() > 1
+    with pytest.raises(RunError, match="only recurrent states have heads"):
+        patched(one, FINAL, (layer,), verb="state", mode="both", head=0)
+
+
 @pytest.mark.parametrize("mode", STATES)
 def test_the_hosts_own_state_is_bit_exact(one, mode):
     plain = one.engine.run(untouched(one, FINAL))

@@ -53,6 +53,18 @@ def cells(
     ]
 
 
+def head_cells(items: Sequence[QuestionSwap], model: Any, labels: Mapping[str, Any] | None = None) -> list[Cell]:
+    """Every host with the recurrent state of one head of one linear layer taken from the donor."""
+    return [
+        _cell(
+            "state", item, f"L{layer}H{head}", (layer,), "same-dictionary", item.donor, labels, "recurrent", head
+        )
+        for layer in model.linear_layers
+        for head in range(model.heads_of(layer))
+        for item in items
+    ]  # fmt: skip
+
+
 def counterpart_cells(
     items: Sequence[QuestionSwap], units: Sequence[Unit], labels: Mapping[str, Any] | None = None
 ) -> list[Cell]:
@@ -76,6 +88,7 @@ def steps(setting: Setting) -> Iterator[list[Cell]]:
     plan = [_cell("none", item, "", (), "", None, labels) for item in items]
     plan += cells(items, units, labels=labels)
     plan += cells(items, [("all linear", layout.linear_layers)], donors=("same-dictionary", "identity"), labels=labels)
+    plan += head_cells(items, setting.model, labels)
     yield plan + counterpart_cells(items, units, labels)
 
 
@@ -127,6 +140,7 @@ def _cell(
     donor: Prompt | None,
     labels: Mapping[str, Any] | None,
     mode: str = "",
+    head: int = -1,
 ) -> Cell:
     where = item.host.final if donor else ()
     return Cell(
@@ -138,6 +152,7 @@ def _cell(
         donor,
         where,
         mode,
+        head,
         outcomes=transplant.outcomes(item, kind, donor),
         labels={
             "experiment": "state",

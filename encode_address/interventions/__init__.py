@@ -19,7 +19,7 @@ from encode_address.interventions.query_key import (
     write_query,
     write_value,
 )
-from encode_address.interventions.state import read_cache, write_cache
+from encode_address.interventions.state import read_cache, write_cache, write_state_head
 from encode_address.interventions.truncate import truncated_logits
 
 __all__ = [
@@ -41,5 +41,6 @@ __all__ = [
     "write_gate",
     "write_key",
     "write_query",
+    "write_state_head",
     "write_value",
 ]

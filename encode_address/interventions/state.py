@@ -39,3 +39,8 @@ def write_cache(cache, saved, rows, swapped=None):
                 layer.keys = chosen
             else:
                 layer.values = chosen
+
+
+def write_state_head(cache, layer, head, rows, states):
+    """One head's recurrent state of `rows` (n,) of a cache := `states` (n, ...); the other heads keep theirs."""
+    cache.layers[layer].recurrent_states[0][rows, head] = states

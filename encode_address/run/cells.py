@@ -34,7 +34,7 @@ MODES = {  # how a verb is done; the first is what it means when nothing is said
     "heads": ("zero",),
 }
 SAME_POSITION = ("query", "key", "value", "gate")  # they carry their position, or belong to it
-INSIDE_SOFTMAX = ("query", "gate")  # may be narrowed to one head
+BY_HEAD = ("heads", "query", "gate", "state")  # may be narrowed to one head
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,8 @@ class Edit:
         yield self.mode not in MODES.get(verb, ("",)), f"{verb} has no mode {self.mode!r}"
         yield self.mode == "layer" and bool(self.where), "a whole layer is removed at all positions"
         yield verb == "heads" and (self.head < 0 or len(self.layers) != 1), "heads takes one layer and one head"
-        yield verb not in ("heads", *INSIDE_SOFTMAX) and self.head != -1, f"{verb} takes no head"
+        yield verb not in BY_HEAD and self.head != -1, f"{verb} takes no head"
+        yield verb == "state" and self.head != -1 and self.mode != "recurrent", "only recurrent states have heads"
         yield min(self.layers, default=0) < EMBED, "layers count from 0"
         yield embedded and verb != "transplant", f"{verb} does not run on the embeddings"
         yield embedded != (self.mode == "embeddings"), "the mode embeddings and the layer of embeddings go together"

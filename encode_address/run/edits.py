@@ -142,13 +142,15 @@ def put_value(mixer, op, donor, positions, rows):
     return (after == donor.to(after)).all()
 
 
-def state_stands(mixer, layer, name, donor, rows):
+def state_stands(mixer, layer, name, head, donor, rows):
     """Writes nothing: whether the mixer runs from the states that were put into its cache.
 
-    `donor` (n, k): the first k numbers of the state that each of `rows` (n,) should have; `name` is recurrent or conv.
+    `donor` (n, k): the first k numbers of the state (of a `head` of it, unless -1) that each of `rows` (n,) should have;
+    `name` is recurrent or conv.
     """
     states = mixer.inputs[1]["cache"].layers[layer]
     state = states.recurrent_states[0] if name == "recurrent" else states.conv_states[0]
+    state = state if head == -1 else state[:, head]
     return (state.flatten(1)[rows.to(state.device), : donor.shape[1]] == donor.to(state.device)).all()
 
 

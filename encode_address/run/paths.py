@@ -18,7 +18,7 @@ import torch
 
 from encode_address import measure
 from encode_address.errors import RunError
-from encode_address.interventions import entry_attention, read_cache, truncated_logits, write_cache
+from encode_address.interventions import entry_attention, read_cache, truncated_logits, write_cache, write_state_head
 from encode_address.run.batch import asked, entries_of, ids_of, noisy, watched
 from encode_address.run.cells import FINAL, FULL, PATCHES, READ, Cell, Edit, Run
 from encode_address.run.edits import (
@@ -104,13 +104,20 @@ def _continue(engine: Any, cells: Sequence[Cell], prefixes: Prefixes, own: Sourc
     rows = prefixes.rows(hosts)
     swaps = _swaps(model, cells, prefixes)
     swapped = {}
-    for layer, name, which, taken, _ in swaps:
-        swapped.setdefault((layer, name), rows.clone())[which] = taken
+    for layer, name, head, which, taken, _ in swaps:
+        if head == -1:
+            swapped.setdefault((layer, name), rows.clone())[which] = taken
     inputs = _one_token(model, hosts, prefixes, swapped)
+    for layer, _, head, which, taken, _ in swaps:
+        if head != -1:
+            donors = prefixes.saved[layer]["recurrent"][taken.to(model.device), head]
+            write_state_head(prefixes.cache, layer, head, which.to(model.device), donors)
     plan = _edits(engine, [(cell.host, cell.edits) for cell in cells], own, short=True)
-    for layer, name, which, taken, some in swaps:
-        expected = prefixes.saved[layer][name].flatten(1)[:, :SEEN_OF_STATE][taken.to(model.device)]
-        plan.append(((layer, STATE, state_stands, (layer, name, expected, which)), some))
+    for layer, name, head, which, taken, some in swaps:
+        state = prefixes.saved[layer][name]
+        state = state if head == -1 else state[:, head]
+        expected = state.flatten(1)[:, :SEEN_OF_STATE][taken.to(model.device)]
+        plan.append(((layer, STATE, state_stands, (layer, name, head, expected, which)), some))
     edits, watch = [edit for edit, _ in plan], _ops(model, watched(cells))
     entries, tokens = entries_of(hosts) if watch else None, asked(cells)
     engine.count(len(cells))
@@ -123,14 +130,14 @@ def _continue(engine: Any, cells: Sequence[Cell], prefixes: Prefixes, own: Sourc
 
 
 def _swaps(model: Any, cells: Sequence[Cell], prefixes: Prefixes) -> list[tuple]:
-    """State transplants: (layer, name, rows of the batch, prefix rows that their state is taken from, edits)."""
+    """State transplants: (layer, name, head, rows of the batch, prefix rows that their state is taken from, edits)."""
     groups: dict[tuple, list[tuple[int, Edit]]] = {}
     for i, cell in enumerate(cells):
         for edit in cell.edits:
             if edit.verb == "state":
-                groups.setdefault((edit.layers, edit.mode), []).append((i, edit))
+                groups.setdefault((edit.layers, edit.mode, edit.head), []).append((i, edit))
     out = []
-    for (layers, mode), which in groups.items():
+    for (layers, mode, head), which in groups.items():
         taken = prefixes.rows([edit.donor for _, edit in which])
         for layer in layers:
             for name in ("recurrent", "conv") if mode == "both" else (mode,):
@@ -139,7 +146,7 @@ def _swaps(model: Any, cells: Sequence[Cell], prefixes: Prefixes) -> list[tuple]
                         f"{model.name}: L{layer} is a {model.layout.kinds[layer]} layer, it has no {name} state"
                     )
                 rows = torch.tensor([i for i, _ in which])
-                out.append((layer, name, rows, taken, [edit for _, edit in which]))
+                out.append((layer, name, head, rows, taken, [edit for _, edit in which]))
     return out
 
 
