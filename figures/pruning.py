@@ -24,7 +24,7 @@ LIGHT = "#DDDDDD"
 def draw(table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path) -> list[Path]:
     """Write the figure if the table has pruning rows; returns the files."""
     rows = figures.shown(table)
-    if metrics.select(rows, experiment="pruning").empty:
+    if metrics.select(rows, experiment="pruning").empty or normalised(rows).empty:
         return []
     with figures.style():
         return figures.write(_figure(rows, verdict or {}), folder, "pruning", "all")

@@ -11,6 +11,7 @@ import encode_address as ea
 from encode_address import lab
 from encode_address.errors import NameNotFound, TaskError
 from encode_address.experiments import EXPERIMENTS, query_key
+from encode_address.figures import draw_all
 from encode_address.metrics import select
 from tests.commands import Commands
 
@@ -131,6 +132,18 @@ def test_a_block_after_the_address_changes_nothing_upstream(results):
             if block.layers[0] > address.layers[-1]:
                 after = select(rows, without=block.name).set_index("pair")["margin"]
                 assert (plain - after).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_model_that_cannot_do_the_task_gets_no_conclusion(tmp_path, name):
+    model = ea.load("tiny-mamba2-untrained")
+    (tmp_path / model.slug).mkdir()
+    (tmp_path / model.slug / "verdict.json").write_text(
+        json.dumps({"variants": {"chat8": {}}})
+    )  # what `find` would say
+    result = ea.experiment(name, model, "chat8", n=4, out=tmp_path)
+    assert result.conclusions["chat8"].status == "undecided", result.sentence
+    draw_all(result.folder)
 
 
 def test_the_same_experiment_again_computes_nothing(results):

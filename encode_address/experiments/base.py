@@ -12,6 +12,7 @@ import pandas as pd
 from encode_address.models.layout import Layout
 from encode_address.run.cells import Cell
 from encode_address.run.job import Job
+from encode_address.stats import estimate
 from encode_address.tasks import Dictionary, Swap
 from encode_address.tasks.text import Text
 
@@ -102,3 +103,14 @@ class Conclusion:
 
     def as_dict(self) -> dict[str, Any]:
         return {"status": self.status, "why": self.why, "figures": dict(self.figures)}
+
+
+TASK_LOW = 0.8
+
+
+def incapable(hosts: pd.DataFrame, column: str = "kept") -> Conclusion | None:
+    """Undecided, if the unpatched hosts do not answer right often enough (lower bound .8); else None."""
+    right = estimate(hosts[column], hosts["pair"])
+    if right.low >= TASK_LOW:
+        return None
+    return Conclusion("undecided", f"the intact model answers {right} right: what it seems to do is no evidence")

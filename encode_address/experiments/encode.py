@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from encode_address import rule
-from encode_address.experiments.base import Conclusion, Setting
+from encode_address.experiments.base import Conclusion, Setting, incapable
 from encode_address.experiments.removal import Unit, blocks, single_layers
 from encode_address.metrics import select
 from encode_address.run.cells import EMBED, Cell
@@ -67,6 +67,8 @@ def steps(setting: Setting) -> Iterator[list[Cell]]:
 
 def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     """One block carries both swaps (lower bounds .5), every other block neither (upper bounds .1), as in `rule`."""
+    if problem := incapable(select(rows, experiment="encode", intervention="none")):
+        return problem
     chosen = rule.select_encode(rows, setting.layout)
     claim = rule.judge_encode(rows, setting.layout, chosen)
     units = [block.name for block in setting.layout.blocks] + ["embed"]

@@ -114,6 +114,7 @@ def score(rows: pd.DataFrame, words: int) -> dict[int, float]:
 
 def normalised(rows: pd.DataFrame, paper: bool = False) -> pd.DataFrame:
     """Retrieval by variant and last layer: `value` with `low` and `high`, over this variant's chance and full model.
+    Variants on which the full model is not above chance (lower bound) have none.
 
     `paper`: the published normalisation, chance 1/8 for every variant and negative values cut to 0.
     """
@@ -121,8 +122,9 @@ def normalised(rows: pd.DataFrame, paper: bool = False) -> pd.DataFrame:
     for variant, some in select(rows, experiment="pruning").groupby("variant", sort=False):
         layers = sorted(int(layer) for layer in some["last"].unique())
         chance = 1 / 8 if paper else float(some["chance"].iloc[0])
-        whole = choice(some, layers[-1]).value
-        for layer in layers:
+        full = choice(some, layers[-1])
+        whole = full.value
+        for layer in layers if full.low > chance else ():
             share = choice(some, layer)
             value, low, high = ((x - chance) / (whole - chance) for x in (share.value, share.low, share.high))
             cut = (max(0.0, x) if paper else x for x in (value, low, high))

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from encode_address.experiments import baseline
-from encode_address.experiments.base import Conclusion, Heads, Setting, swap_cell
+from encode_address.experiments.base import Conclusion, Heads, Setting, incapable, swap_cell
 from encode_address.metrics import accuracy, perplexity, select
 from encode_address.models.layout import Layout
 from encode_address.rule import REMOVAL_DROP
@@ -169,8 +169,8 @@ def steps(setting: Setting) -> Iterator[list[Cell]]:
 def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     """The Address must be needed (accuracy falls by half or more, lower bound), and not every block may be."""
     intact = select(rows, experiment="baseline")
-    if accuracy(intact).low < 0.8:
-        return Conclusion("undecided", f"the intact model answers {accuracy(intact)} only")
+    if problem := incapable(intact, "correct"):
+        return problem
     text = select(rows, experiment="text")
     plain = perplexity(select(text, intervention="none")["loss"])
     said, needed, spared = {}, [], []

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from encode_address.experiments import transplant
-from encode_address.experiments.base import Conclusion, Setting
+from encode_address.experiments.base import Conclusion, Setting, incapable
 from encode_address.experiments.removal import Unit, blocks
 from encode_address.metrics import select
 from encode_address.rule import CONTROL_LOW, REDIRECT_LOW
@@ -94,6 +94,8 @@ def steps(setting: Setting) -> Iterator[list[Cell]]:
 
 def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     """The block whose recurrent state redirects, if one does, and more than every other block's and every control."""
+    if problem := incapable(select(rows, experiment="state", intervention="none")):
+        return problem
     shares = {b.name: {mode: redirected(rows, b.name, mode) for mode in MODES["state"]} for b in setting.layout.blocks}
     figures = {name: {mode: str(share) for mode, share in some.items()} for name, some in shares.items()}
     best = max(shares, key=lambda name: (shares[name]["both"].value, shares[name]["recurrent"].value))

@@ -30,8 +30,9 @@ import pandas as pd
 from encode_address import rule
 from encode_address.errors import TaskError
 from encode_address.experiments import baseline, readers
-from encode_address.experiments.base import Conclusion, Heads, Setting
+from encode_address.experiments.base import Conclusion, Heads, Setting, incapable
 from encode_address.experiments.removal import Unit, blocks, single_layers
+from encode_address.metrics import select
 from encode_address.models.layout import Layout
 from encode_address.run.cells import FINAL, FULL, Cell
 from encode_address.tasks import Dictionary, Prompt, QuestionSwap
@@ -134,6 +135,8 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     """One block, or none, must redirect by itself: more than half (lower bound), more than every control, with a later
     head's attention, and not by carrying the answer (see `rule`)."""
     rows = rows[rows["split"] == "confirmation"]
+    if problem := incapable(select(rows, experiment="transplant", intervention="none", position="final")):
+        return problem
     found = {block.name: rule.address_evidence(rows, setting.layout, block.name) for block in setting.layout.blocks}
     shares = {name: str(evidence.redirect) for name, evidence in found.items()}
     best = max(found.values(), key=lambda evidence: evidence.redirect.value)

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from encode_address.experiments import transplant
-from encode_address.experiments.base import Conclusion, Setting
+from encode_address.experiments.base import Conclusion, Setting, incapable
 from encode_address.experiments.removal import Unit, blocks
 from encode_address.metrics import select
 from encode_address.models.layout import Layout
@@ -85,6 +85,8 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     circuit = setting.circuit
     if not circuit or not circuit.address:
         return Conclusion("undecided", "`find` names no Address here")
+    if problem := incapable(select(rows, experiment="upstream", donor="itself", without=""), "correct"):
+        return problem
     plain = redirected(rows, "")
     names = [name for name, _ in units(setting.layout, circuit.encode, circuit.address)]
     shares = {name: redirected(rows, name) for name in names}
