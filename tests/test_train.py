@@ -349,14 +349,16 @@ def test_the_measures_find_a_circuit_that_is_known(form):
     assert measure.redirected(model, [2], form, "", rows=16) == 0.0
     with captured(model, [0]) as seen:
         measure.accuracy(model, form, "", rows=4)
-    assert seen[0].shape == (4, 1)
+    assert seen[0].shape[::2] == (4, 1)
+    assert measure.carried(model, [0], "value", form, "", rows=16) == 0.0  # it reads the words themselves
 
 
 # -- the choice of a seed -----------------------------------------------------------------------
 def finished(seed: int, redirect: float = 1.0, other: float = 0.0, ratio: float = 1.5, keys: float = 1.0) -> dict:
-    block = {"redirected": {"chat8": other}, "removed": {"chat8": 1.0}, "perplexity_ratio": ratio}
-    address = {"redirected": {"chat8": redirect}, "removed": {"chat8": 0.1}, "perplexity_ratio": 1.0}
-    first = {"redirected": {"chat8": 0.0}, "removed": {"chat8": 0.0}, "perplexity_ratio": 99.0}
+    no, yes = ({"value": {"chat8": share}, "key": {"chat8": share}} for share in (0.0, 0.9))
+    block = {"redirected": {"chat8": other}, "removed": {"chat8": 1.0}, "carried": no, "perplexity_ratio": ratio}
+    address = {"redirected": {"chat8": redirect}, "removed": {"chat8": 0.1}, "carried": no, "perplexity_ratio": 1.0}
+    first = {"redirected": {"chat8": 0.0}, "removed": {"chat8": 0.0}, "carried": yes, "perplexity_ratio": 99.0}
     card = {
         "seed": seed,
         "status": "finished",
@@ -376,11 +378,11 @@ def finished(seed: int, redirect: float = 1.0, other: float = 0.0, ratio: float 
 
 def test_the_seed_that_meets_most_demands_is_shipped_and_of_equals_the_lowest():
     good, idle, weak = finished(2), finished(0, ratio=1.1), finished(1, redirect=0.8, keys=0.5)
-    assert [sum(d["met"] for d in card["demands"]) for card in (good, idle, weak)] == [6, 5, 4]
+    assert [sum(d["met"] for d in card["demands"]) for card in (good, idle, weak)] == [7, 6, 5]
     assert ship.choose([idle, weak, good]) is good
     assert ship.choose([good, finished(1), weak])["seed"] == 1
     assert ship.choose([{"seed": 0, "status": "not grown"}]) is None
-    assert [d["value"] for d in good["demands"]] == [1.0, 1.0, 1.0, 1.0, 1.0, 1.5]
+    assert [d["value"] for d in good["demands"]] == [1.0, 1.0, 1.0, 0.9, 1.0, 1.0, 1.5]
 
 
 def test_ship_copies_the_model_and_lists_every_seed(tmp_path, monkeypatch):

@@ -34,22 +34,28 @@ def silenced(model: nn.Module, positions: Mapping[int, Iterable[Positions]]) -> 
 
 @contextmanager
 def captured(model: nn.Module, layers: Iterable[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """The mixer outputs of these layers at the last position, (batch, width) each, once the model has run."""
+    """The mixer outputs of these layers, (batch, positions, width) each, once the model has run."""
     seen: dict[int, torch.Tensor] = {}
 
     def capture(i: int) -> Any:
-        return lambda module, inputs, output: seen.__setitem__(i, _values(output)[:, -1])
+        return lambda module, inputs, output: seen.__setitem__(i, _values(output))
 
     with _hooked(model, {i: capture(i) for i in layers}):
         yield seen
 
 
 @contextmanager
-def replaced(model: nn.Module, outputs: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """The mixer outputs at the last position are these."""
+def replaced(model: nn.Module, outputs: Mapping[int, torch.Tensor], positions: torch.Tensor) -> Iterator[None]:
+    """The mixer outputs at `positions` (batch, k) are those of `outputs` there."""
+    rows = torch.arange(len(positions))[:, None]
 
     def replace(new: torch.Tensor) -> Any:
-        return lambda module, inputs, output: _with(output, torch.cat([_values(output)[:, :-1], new[:, None]], 1))
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            values = _values(output).clone()
+            values[rows, positions] = new[rows, positions]
+            return _with(output, values)
+
+        return hook
 
     with _hooked(model, {i: replace(new) for i, new in outputs.items()}):
         yield

@@ -65,11 +65,41 @@ def redirected(
     each, other = torch.arange(rows), (batch.targets[:, 0] + 1) % size
     donors = hosts.clone()
     donors[:, batch.asked] = hosts[each, torch.tensor(batch.keys)[other]][:, None]
+    last = torch.full((rows, 1), hosts.shape[1] - 1)
+    said = _patched(model, layers, donors, hosts, last)
+    return _share(said == hosts[each, torch.tensor(batch.values)[other]])
+
+
+def carried(
+    model: nn.Module, layers: Sequence[int], swap: str, form: str, surface: str, size: int = 8, rows: int = CIRCUIT_ROWS
+) -> float:
+    """The share of hosts that answer as if a swap in the dictionary were theirs, once the mixer outputs of `layers` at the
+    swapped words are the donor's (paper section 3.5). "value": the host has the values of two entries exchanged, patched at
+    the asked one; "key": the donor has their keys exchanged, patched at both."""
+    batch, plain, answers = _asked(form, surface, size, rows)
+    each, target = torch.arange(rows), batch.targets[:, 0]
+    other = (target + 1) % size
+    places = torch.tensor(batch.values if swap == "value" else batch.keys)
+    exchanged = plain.clone()
+    exchanged[each, places[target]], exchanged[each, places[other]] = (
+        plain[each, places[other]],
+        plain[each, places[target]],
+    )
+    if swap == "value":
+        return _share(_patched(model, layers, plain, exchanged, places[target][:, None]) == answers)
+    both = torch.stack([places[target], places[other]], 1)
+    said = _patched(model, layers, exchanged, plain, both)
+    return _share(said == plain[each, torch.tensor(batch.values)[other]])
+
+
+def _patched(
+    model: nn.Module, layers: Sequence[int], donors: torch.Tensor, hosts: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """What hosts answer with the donors' mixer outputs of `layers` at `positions`."""
     with captured(model, layers) as outputs:
         _said(model, donors)
-    with replaced(model, outputs):
-        said = _said(model, hosts)
-    return _share(said == hosts[each, torch.tensor(batch.values)[other]])
+    with replaced(model, outputs, positions):
+        return _said(model, hosts)
 
 
 def scores(model: nn.Module, rows: int = ROWS) -> dict[str, Any]:
@@ -82,7 +112,7 @@ def scores(model: nn.Module, rows: int = ROWS) -> dict[str, Any]:
 
 
 def circuit(model: nn.Module, rows: int = CIRCUIT_ROWS) -> dict[str, Any]:
-    """Per block: transplant, accuracy without it, perplexity without it; per softmax layer and per set of blocks: the
+    """Per block: transplant, accuracy without it, swaps carried, perplexity without it; per softmax layer and per set of blocks: the
     transplant at worst over formats; and the accuracy with the block that redirects most silent at the dictionary only,
     or from the question on only."""
     layout, intact = Layout.from_config(model.config), perplexity(model)
@@ -92,7 +122,11 @@ def circuit(model: nn.Module, rows: int = CIRCUIT_ROWS) -> dict[str, Any]:
         with silenced(model, {i: [slice(None)] for i in block.layers}):
             removed = {_name(*place): accuracy(model, *place, rows=rows) for place in PLACES}
             ratio = round(perplexity(model) / intact, 3)
-        out[block.name] = {"redirected": moved, "removed": removed, "perplexity_ratio": ratio}
+        swaps = {
+            swap: {_name(*place): carried(model, block.layers, swap, *place, rows=rows) for place in PLACES[:3]}
+            for swap in ("value", "key")
+        }
+        out[block.name] = {"redirected": moved, "removed": removed, "carried": swaps, "perplexity_ratio": ratio}
     names = [block.name for block in layout.blocks]
     sets = {
         "+".join(some): layout.layers_of("+".join(some))

@@ -35,6 +35,7 @@ def demands(card: dict[str, Any]) -> list[dict[str, Any]]:
     blocks, address = card["circuit"]["blocks"], card["circuit"]["address"]
     redirects = {name: block["redirected"].values() for name, block in blocks.items()}
     others = max(max(values) for name, values in redirects.items() if name != address)
+    carries = {name: min(min(by.values()) for by in block["carried"].values()) for name, block in blocks.items()}
     outside = {  # of the circuit: what retrieval survives
         name: block for name, block in blocks.items() if name != address and min(block["removed"].values()) >= 0.5
     }
@@ -42,6 +43,7 @@ def demands(card: dict[str, Any]) -> list[dict[str, Any]]:
         ("answers chat8, list8 and rev8 (accuracy at least .99)", min(card["accuracy"][v] for v in PLAIN), 0.99),
         ("one block redirects at least .9 of the answers in every format", min(redirects[address]), 0.9),
         ("every other block redirects at most .1", 1 - others, 0.9),
+        ("one block carries value and key swaps (at least .5 in every format)", max(carries.values()), 0.5),
         ("the reader's keys work without that block (accuracy at least .95)",
          min(card["circuit"]["accuracy_without_address_in"]["keys"].values()), 0.95),
         ("retrieval survives the removal of any block outside the circuit (accuracy at least .95)",
