@@ -21,30 +21,35 @@ app = typer.Typer(
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:N; default: cuda where there is one")]
 Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or float16")]
 Revision = Annotated[str | None, typer.Option(help="hub revision of the model")]
+Variants = Annotated[str | None, typer.Option(help="e.g. chat8,list8,rev8 (default), chat8/far, long512")]
+Pairs = Annotated[int | None, typer.Option(help="prompt pairs per variant; default: the paper's")]
+Seed = Annotated[int, typer.Option(help="seed of the dictionaries; 0 draws the paper's")]
+Quick = Annotated[bool, typer.Option("--quick", help="fewer pairs and chat8 only, unless given")]
+Pool = Annotated[str, typer.Option(help="word pool")]
+TextSource = Annotated[str | None, typer.Option(help="text for perplexity and means: a file, wikitext-2-v1 or bundled")]
+BatchTokens = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="tokens of one trace at most; default: from free memory")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")]
 
 
 @app.command()
 def find(
     model: Annotated[list[str], typer.Option(help="bundled name, hub name or folder; repeat for several models")],
-    variants: Annotated[str | None, typer.Option(help="e.g. chat8,list8,rev8 (default), chat8/far, long512")] = None,
-    n: Annotated[int | None, typer.Option(help="prompt pairs per variant (default 100)")] = None,
-    seed: Annotated[int, typer.Option(help="seed of the dictionaries; 0 draws the paper's")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="n = 60 and chat8 only, unless given")] = False,
-    pool: Annotated[str, typer.Option(help="word pool")] = "A",
-    text: Annotated[
-        str | None, typer.Option(help="text for perplexity and means: a file, wikitext-2-v1 or bundled")
-    ] = None,
+    variants: Variants = None,
+    n: Pairs = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    pool: Pool = "A",
+    text: TextSource = None,
     device: Device = None,
     dtype: Dtype = None,
     revision: Revision = None,
     out: Annotated[Path, typer.Option(help="results go to OUT/<model>/")] = Path("results"),
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="tokens of one trace at most; default: from free memory")
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs in OUT/<model>")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")] = False,
+    batch_tokens: BatchTokens = None,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Find Encode, Address and readers, with controls; write the table, the verdict and the figures."""
     from encode_address import circuit as job
@@ -78,23 +83,19 @@ def run(
     experiment: Annotated[str | None, typer.Argument(help="its name (see --list)")] = None,
     listed: Annotated[bool, typer.Option("--list", help="list the experiments and stop")] = False,
     model: Annotated[str | None, typer.Option(help="bundled name, hub name or folder")] = None,
-    variants: Annotated[str | None, typer.Option(help="e.g. chat8,list8,rev8 (default), chat8/far, long512")] = None,
-    n: Annotated[int | None, typer.Option(help="prompt pairs per variant; default: the paper's")] = None,
-    seed: Annotated[int, typer.Option(help="seed of the dictionaries; 0 draws the paper's")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="fewer pairs and chat8 only, unless given")] = False,
-    pool: Annotated[str, typer.Option(help="word pool")] = "A",
-    text: Annotated[
-        str | None, typer.Option(help="text for perplexity and means: a file, wikitext-2-v1 or bundled")
-    ] = None,
+    variants: Variants = None,
+    n: Pairs = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    pool: Pool = "A",
+    text: TextSource = None,
     device: Device = None,
     dtype: Dtype = None,
     revision: Revision = None,
     out: Annotated[Path, typer.Option(help="results go to OUT/<model>/<experiment>/")] = Path("results"),
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="tokens of one trace at most; default: from free memory")
-    ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")] = False,
+    batch_tokens: BatchTokens = None,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Run one experiment of the paper: table, conclusion and figures in OUT/<model>/<experiment>/."""
     from encode_address import lab

@@ -78,7 +78,6 @@ def config(architecture: str, pattern: str) -> Any:
         mamba_d_conv=4,
         mamba_chunk_size=CHUNK,
         attention_multiplier=0.4,
-        embedding_multiplier=0.25,  # so that what tokens are is read from the first block's outputs, not from the embeddings
         position_embedding_type=None,
     )
 
