@@ -15,6 +15,7 @@ from encode_address.interventions import (
     capture,
     entry_attention,
     final_attention,
+    gates,
     head_outputs,
     mixer_output,
     query_and_key,
@@ -23,17 +24,27 @@ from encode_address.interventions import (
     remove_head,
     transplant,
     truncated_logits,
+    value_of,
     write_cache,
+    write_gate,
     write_key,
     write_query,
+    write_state_head,
+    write_value,
 )
 from encode_address.run.edits import (
     _at,
+    _read,
+    _site,
     apply_edits,
     enter,
+    pass_on,
+    put_gate,
+    put_inputs,
     put_key,
     put_outputs,
     put_query,
+    put_value,
     set_value,
     state_stands,
     zero_head,
@@ -246,7 +257,7 @@ def uniform_names(model, backend):
         seen["mlp"] = model.layers[0].mlp.output.clone()
         seen["projected"] = model.layers[1].mixer.out_proj.input.clone()
         seen["softmax"] = mixer_output(model.layers[1].mixer).clone()
-        remove(model.mixers("G2+L0"))
+        remove(model.mixers("G1+L6"))
         seen["final_norm"] = model.final_norm.output.clone()
         seen["lm_head"] = model.lm_head.output.clone()
         seen["logits"] = tracer.result.logits[:, -1].clone()
@@ -268,7 +279,7 @@ def edited(model, backend, edits, watch=(), start=0):
 
 @case(apply_edits, set_value, mixer_output, entry_attention, writes=True)
 def edits_to_zero(model, backend):
-    zero = [(i, False, set_value, (None,)) for i in model.layout.layers_of("G2")]
+    zero = [(i, "output", set_value, (None,)) for i in model.layout.layers_of("G2")]
     return edited(model, backend, zero, watch=model.softmax_layers)
 
 
@@ -276,21 +287,21 @@ def edits_to_zero(model, backend):
 def edits_to_mean_after_a_late_entry(model, backend):
     """The layers below do not run: what enters is not what they would have given."""
     mean = torch.linspace(-1, 1, model.config.hidden_size)
-    return edited(model, backend, [(4, False, set_value, (mean,))], start=4)
+    return edited(model, backend, [(4, "output", set_value, (mean,))], start=4)
 
 
 @case(apply_edits, zero_head, entry_attention, writes=True)
 def edits_head(model, backend):
     """The layer whose head is removed is also watched: its attention is read, then its head is written."""
     layer = model.softmax_layers[1]
-    return edited(model, backend, [(layer, False, zero_head, (0, model.heads))], watch=[layer])
+    return edited(model, backend, [(layer, "heads", zero_head, (0, model.heads))], watch=[layer])
 
 
 @case(apply_edits, put_outputs, _at, writes=True)
 def edits_to_donor(model, backend):
     donor = torch.randn(3, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
-    whole = (-1, False, put_outputs, (donor, torch.tensor([[11]] * 3), torch.arange(3)))
-    row = (4, False, put_outputs, (donor[:1], torch.tensor([[11]]), torch.tensor([1])))
+    whole = (-1, "output", put_outputs, (donor, torch.tensor([[11]] * 3), torch.arange(3)))
+    row = (4, "output", put_outputs, (donor[:1], torch.tensor([[11]]), torch.tensor([1])))
     return edited(model, backend, [whole, row], watch=model.softmax_layers[:1])
 
 
@@ -298,11 +309,80 @@ def edits_to_donor(model, backend):
 def edits_inside_attention(model, backend):
     """Both are made before the attention of their layer is read, and before its output is edited."""
     (first, *_, last), (query, key) = model.softmax_layers, queries_and_keys(model)
-    one = (first, True, put_query, (model.attention_op(first), query[:2], torch.tensor([2, 0]), 1))
+    one = (first, "inside", put_query, (model.attention_op(first), query[:2], torch.tensor([2, 0]), 1))
     places = torch.tensor([[1, 4], [0, 2], [5, 3]])
-    more = [(last, True, put_query, (model.attention_op(last), query, torch.arange(3), -1))]
-    more += [(last, True, put_key, (model.attention_op(last), key, places)), (last, False, set_value, (None,))]
+    more = [(last, "inside", put_query, (model.attention_op(last), query, torch.arange(3), -1))]
+    more += [
+        (last, "inside", put_key, (model.attention_op(last), key, places, torch.arange(3))),
+        (last, "output", set_value, (None,)),
+    ]
     return edited(model, backend, [one, *more], watch=[first, last])
+
+
+@case(apply_edits, put_inputs, put_value, pass_on, value_of, write_value, _site, writes=True)
+def edits_of_what_enters(model, backend):
+    """A layer's residual stream, a mixer's input, the values of its attention; and a layer that does not run."""
+    last, width = model.softmax_layers[-1], model.config.hidden_size
+    donor = torch.randn(3, 1, width, generator=torch.Generator().manual_seed(4))
+    places, rows = torch.tensor([[11]] * 3), torch.arange(3)
+    values = torch.randn(
+        3, 1, model.config.num_key_value_heads, model.head_dim, generator=torch.Generator().manual_seed(6)
+    )
+    edits = [
+        (2, "residual", put_inputs, (donor, places, rows)),
+        (2, "input", put_inputs, (donor, places, rows)),
+        (4, "residual", pass_on, ()),
+        (last, "inside", put_value, (model.attention_op(last), values, places, rows)),
+    ]
+    return edited(model, backend, edits)
+
+
+@case(apply_edits, _read, writes=True)
+def edits_and_takes_values(model, backend):
+    """Every kind of value, at two positions or the last; after the edits of its place."""
+    layers, embed, last, heads = model.layers, model.embed, model.softmax_layers[-1], model.heads
+    op, edits = model.attention_op(last), [(last, "output", set_value, (None,))]
+    takes = [(last, "inside", what, op, heads, torch.tensor([3, 11])) for what in ("query", "key", "value")]
+    takes += [(last, place, place, op, heads, None) for place in ("residual", "input", "output")]
+    takes += [(last, "gate", "gate", op, heads, None)] if model.gated else []
+    with torch.no_grad(), model.trace(IDS, backend=backend) as tracer:
+        seen = nnsight.save({})
+        seen.update(apply_edits(layers, embed, edits, {}, None, takes))
+        seen["logits"] = tracer.result.logits[:, -1].clone()
+    return seen
+
+
+@case(put_gate, write_gate, gates, writes=True)
+def edits_the_gate(model, backend):
+    """Of a model without gates the output is removed instead."""
+    mixer, heads, gated, rows = model.layers[model.softmax_layers[-1]].mixer, model.heads, model.gated, torch.arange(3)
+    gate = torch.randn(3, heads, model.head_dim, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad(), model.trace(IDS, backend=backend) as tracer:
+        seen = nnsight.save({})
+        if gated:
+            seen["written"] = put_gate(mixer, heads, gate, rows, -1)
+        if not gated:
+            seen["written"] = set_value(mixer, None)
+        seen["logits"] = tracer.result.logits[:, -1].clone()
+    return seen
+
+
+@case(write_state_head, writes=True)
+def continues_with_one_heads_state(model, backend):
+    lm, first = model.lm, model.linear_layers[0]
+    rows, taken = torch.tensor([0, 1, 2]), torch.tensor([0])
+    prefix = {"input_ids": IDS[:, :-1], "attention_mask": torch.ones_like(IDS[:, :-1]), "use_cache": True}
+    last = {"input_ids": IDS[:, -1:], "attention_mask": torch.ones_like(IDS), "use_cache": True}
+    with lm.session(backend=backend):
+        seen = nnsight.save({})
+        with torch.no_grad(), lm.trace(**prefix) as tracer:
+            cache = tracer.result.cache
+        saved = read_cache(cache)
+        write_cache(cache, saved, rows)
+        write_state_head(cache, first, 0, torch.tensor([1]), saved[first]["recurrent"][taken, 0])
+        with torch.no_grad(), lm.trace(**last, cache=cache) as tracer:
+            seen["logits"] = tracer.result.logits[:, -1].clone()
+    return seen
 
 
 @case(write_cache, apply_edits, state_stands, writes=True)
@@ -320,8 +400,8 @@ def continues_from_a_swapped_cache(model, backend):
             cache = tracer.result.cache
         saved = read_cache(cache)
         own = saved[first]["recurrent"].flatten(1)[:, :64]
-        edits = [(first, True, state_stands, (first, "recurrent", own[[0]], torch.tensor([1])))]
-        edits += [(first, True, state_stands, (first, "recurrent", own[[1]], torch.tensor([1])))]
+        edits = [(first, "state", state_stands, (first, "recurrent", -1, own[[0]], torch.tensor([1])))]
+        edits += [(first, "state", state_stands, (first, "recurrent", -1, own[[1]], torch.tensor([1])))]
         write_cache(cache, saved, rows)
         with torch.no_grad(), lm.trace(**last, cache=cache) as tracer:
             seen["plain"] = tracer.result.logits[:, -1].clone()

@@ -1,8 +1,8 @@
 """The engine's own part inside a trace: apply edits, read attention, take values, read back what was written. Torch only.
 
 An edit is (layer, place, function, arguments): `function(site, *arguments)` edits and returns whether what it wrote stands
-in the model, read back, not taken from the writer. `place` says when in a layer's forward it happens: things must be
-touched in the order in which they are computed.
+in the model, read back, not taken from the writer. `place` says when in a layer's forward it happens ("residual", "input",
+"state", "gate", "inside" its attention, "heads", "output"): things must be touched in the order in which they are computed.
 """
 
 from encode_address.interventions import (
@@ -21,11 +21,6 @@ from encode_address.interventions import (
     write_value,
 )
 
-RESIDUAL, INPUT, STATE, GATE, INSIDE, HEADS, OUTPUT = range(7)  # places, in the order of a layer's forward
-PLACE = {
-    "residual": RESIDUAL, "input": INPUT, "gate": GATE, "query": INSIDE, "key": INSIDE, "value": INSIDE, "output": OUTPUT,
-}  # fmt: skip
-
 
 def enter(layers, start, residual):
     """Begin at layer `start` with the residual stream (batch, positions, d_model); the layers below do not run."""
@@ -33,25 +28,26 @@ def enter(layers, start, residual):
         layers[i].skip(residual)
 
 
-def apply_edits(layers, embed, edits, watch, entries, takes=()):
+def apply_edits(layers, embed, edits, watch, entries, takes=None):
     """Apply edits in the order of execution, read watched attention and take values on the way.
 
     Layer -1 stands for the embeddings; `watch` maps a softmax layer to its attention call's name. `takes` are
-    (layer, site, attention call or None, heads, positions or None for the last). Returns the attention per watched
-    layer, per edit whether what was written stands, and what was taken, by (site, layer).
+    (layer, place, what, attention call or None, heads, positions or None for the last). Returns the attention per watched
+    layer, per edit whether what was written stands, and what was taken, by (what, layer).
     """
     attention, landed, taken = {}, {}, {}
+    takes = takes or []
     for index in sorted({edit[0] for edit in edits} | set(watch) | {take[0] for take in takes}):
-        for place in range(OUTPUT + 1):
+        for place in ("residual", "input", "state", "gate", "inside", "heads", "output"):
             for number, (layer, when, function, arguments) in enumerate(edits):
                 if layer == index and when == place:
                     landed[number] = function(_site(layers, embed, index, place), *arguments)
-            for layer, site, op, heads, positions in takes:
-                if layer == index and PLACE[site] == place:
-                    values = _read(_site(layers, embed, index, place), site, op, heads)
+            for layer, when, what, op, heads, positions in takes:
+                if layer == index and when == place:
+                    values = _read(_site(layers, embed, index, place), what, op, heads)
                     chosen = values[:, -1:] if positions is None else values[:, positions.to(values.device)]
-                    taken[site, layer] = chosen.clone()
-            if place == INSIDE and index in watch:
+                    taken[what, layer] = chosen.clone()
+            if place == "inside" and index in watch:
                 attention[index] = entry_attention(layers[index].mixer, watch[index], entries)
     return {"attention": attention, "landed": landed, "taken": taken}
 
@@ -60,7 +56,7 @@ def _site(layers, embed, index, place):
     """Where an edit of this layer and place is made: the embeddings, the decoder layer, or its mixer."""
     if index == -1:
         return embed
-    return layers[index] if place == RESIDUAL else layers[index].mixer
+    return layers[index] if place == "residual" else layers[index].mixer
 
 
 def _read(site, what, op, heads):

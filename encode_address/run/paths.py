@@ -22,13 +22,6 @@ from encode_address.interventions import entry_attention, read_cache, truncated_
 from encode_address.run.batch import asked, entries_of, ids_of, noisy, watched
 from encode_address.run.cells import FINAL, FULL, PATCHES, READ, Cell, Edit, Run
 from encode_address.run.edits import (
-    GATE,
-    HEADS,
-    INPUT,
-    INSIDE,
-    OUTPUT,
-    RESIDUAL,
-    STATE,
     apply_edits,
     enter,
     pass_on,
@@ -117,7 +110,7 @@ def _continue(engine: Any, cells: Sequence[Cell], prefixes: Prefixes, own: Sourc
         state = prefixes.saved[layer][name]
         state = state if head == -1 else state[:, head]
         expected = state.flatten(1)[:, :SEEN_OF_STATE][taken.to(model.device)]
-        plan.append(((layer, STATE, state_stands, (layer, name, head, expected, which)), some))
+        plan.append(((layer, "state", state_stands, (layer, name, head, expected, which)), some))
     edits, watch = [edit for edit, _ in plan], _ops(model, watched(cells))
     entries, tokens = entries_of(hosts) if watch else None, asked(cells)
     engine.count(len(cells))
@@ -286,7 +279,10 @@ def _taken(
     plan = _edits(engine, [(run.prompt, run.edits) for run in runs], own, short)
     plan = [(edit, some) for edit, some in plan if edit[0] <= last]
     edits, ops = [edit for edit, _ in plan], _ops(model, [layer for site, layer in sites if site in ATTENTION])
-    takes = [(layer, site, ops.get(layer), model.heads, own.positions) for site, layer in sites]
+    takes = [
+        (layer, "inside" if site in ATTENTION else site, site, ops.get(layer), model.heads, own.positions)
+        for site, layer in sites
+    ]
     engine.count(len(runs) * (1 if short else len(prompts[0])), 1 + last)
     if short:
         trace = model.lm.trace(**_one_token(model, prompts, prefixes))
@@ -322,31 +318,31 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
     at = torch.zeros_like(where) if short else where  # a short batch has one position, but keys and values of all
     verb, head = first.verb, first.head
     if verb == "heads":
-        return layer, HEADS, zero_head, (head, model.heads_of(layer))
+        return layer, "heads", zero_head, (head, model.heads_of(layer))
     if verb == "remove":
         if first.mode == "layer":
-            return layer, RESIDUAL, pass_on, ()
+            return layer, "residual", pass_on, ()
         value = None if first.mode == "zero" else engine.means()[layer]
         if not first.where:
-            return layer, OUTPUT, set_value, (value,)
+            return layer, "output", set_value, (value,)
         value = torch.zeros(model.config.hidden_size) if value is None else value
-        return layer, OUTPUT, put_outputs, (value.expand(*where.shape, -1), at, which)
+        return layer, "output", put_outputs, (value.expand(*where.shape, -1), at, which)
     values = own.values(SITES[verb], layer, [(edit.run, edit.source) for *_, edit in some])
     if verb == "query":
-        return layer, INSIDE, put_query, (model.attention_op(layer), values[:, 0], which, head)
+        return layer, "inside", put_query, (model.attention_op(layer), values[:, 0], which, head)
     if verb == "gate":
-        return layer, GATE, put_gate, (model.heads, values[:, 0], which, head)
+        return layer, "gate", put_gate, (model.heads, values[:, 0], which, head)
     if verb in ("key", "value"):
         write = put_key if verb == "key" else put_value
-        return layer, INSIDE, write, (model.attention_op(layer), values, where, which)
+        return layer, "inside", write, (model.attention_op(layer), values, where, which)
     if verb == "transplant":
         if first.mode == "random":
             hosts = own.values("output", layer, [(Run(host), edit.where) for _, host, edit in some])
             values = torch.stack(
                 [noisy(e.seed, layer, host.ids, *pair) for (_, host, e), *pair in zip(some, hosts, values)]
             )
-        return layer, OUTPUT, put_outputs, (values, at, which)
-    return layer, INPUT if verb == "input" else RESIDUAL, put_inputs, (values, at, which)
+        return layer, "output", put_outputs, (values, at, which)
+    return layer, "input" if verb == "input" else "residual", put_inputs, (values, at, which)
 
 
 # -- read ------------------------------------------------------------------------------
