@@ -146,7 +146,7 @@ def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kw
     else:
         cells: list[Cell] = []
         for setting in settings:
-            cells += next(module.steps(setting.within((known or {}).get(setting.variant))))
+            cells += next(module.steps(setting.within(known.get(setting.variant))), [])  # none without an Address
         lines.append(f"{model.name} {name}: {Job(model, settings[0].text, None, batch_tokens).engine.plan(cells)}")
         if module.ADAPTIVE:
             lines.append("  what follows from these results comes on top")

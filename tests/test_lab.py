@@ -143,6 +143,7 @@ def test_a_model_that_cannot_do_the_task_gets_no_conclusion(tmp_path, name):
     (tmp_path / model.slug / "verdict.json").write_text(
         json.dumps({"variants": {"chat8": {}}})
     )  # what `find` would say
+    assert lab.dry_run(name, model, "chat8", n=4, out=tmp_path).startswith(f"{model.name} {name}: ")
     result = ea.experiment(name, model, "chat8", n=4, out=tmp_path)
     assert result.conclusions["chat8"].status == "undecided", result.sentence
     draw_all(result.folder)

@@ -11,11 +11,10 @@ from typing import Any
 
 import pandas as pd
 
-from encode_address.experiments import baseline
-from encode_address.experiments.base import Heads, run_cells, swap_cell
+from encode_address.experiments.base import Heads, swap_cell
 from encode_address.metrics import attention, heads
 from encode_address.run.cells import Cell
-from encode_address.tasks import Swap, dictionary
+from encode_address.tasks import Swap
 
 CANDIDATES = 8
 
@@ -55,10 +54,3 @@ def cells(swaps: Sequence[Swap], which: Heads, labels: Mapping[str, Any] | None 
         for swap in swaps
         for form in ("clean", "corrupted")
     ]
-
-
-def run(model: Any, variant: str = "chat8", n: int = 100, seed: int = 0) -> pd.DataFrame:
-    """The table of the intact model (every head watched) and of the candidate heads' removal."""
-    swaps, labels = dictionary(model, variant).swaps(n, seed), {"variant": variant}
-    intact = run_cells(model, baseline.cells(swaps, all_heads(model), labels))
-    return pd.concat([intact, run_cells(model, cells(swaps, candidates(intact), labels))], ignore_index=True)

@@ -247,11 +247,6 @@ def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell]
     return moved, note if count else ""
 
 
-def distinct(prompts) -> list[Prompt]:
-    """Prompts of different token ids, in order."""
-    return list({prompt.ids: prompt for prompt in prompts}.values())
-
-
 def hosts_of(cells: Iterable[Cell]) -> list[Prompt]:
     """The hosts of cells. Equal ids with other spans are other hosts: their entries lie elsewhere."""
     return list({cell.host.digest: cell.host for cell in cells}.values())
