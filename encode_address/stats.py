@@ -64,6 +64,18 @@ def difference(a: pd.Series, b: pd.Series, seed: int = 0, unit: bool = True) -> 
     return _bootstrap((both.iloc[:, 0] - both.iloc[:, 1]).to_numpy(), seed, (-1.0, 1.0) if unit else None)
 
 
+def ratio(a: pd.Series, b: pd.Series, seed: int = 0) -> Estimate:
+    """mean(a) / mean(b) over the pairs in both, with a bootstrap over pairs: what share of an effect b is left in a."""
+    both = pd.concat([a.astype(float), b.astype(float)], axis=1, join="inner").dropna().to_numpy()
+    if len(both) == 0 or both[:, 1].mean() == 0:
+        return NOTHING
+    drawn = np.random.default_rng(seed).integers(0, len(both), (RESAMPLES, len(both)))
+    top, bottom = both[drawn].mean(1).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = np.nanpercentile(top / bottom, [2.5, 97.5])
+    return Estimate(float(both[:, 0].mean() / both[:, 1].mean()), len(both), float(low), float(high))
+
+
 def per_pair(rows: pd.DataFrame, column: str) -> pd.Series:
     """One value of `column` per pair, indexed by pair: the mean over the pair's rows."""
     return rows[column].astype(float).groupby(rows["pair"]).mean()

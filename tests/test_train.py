@@ -241,12 +241,22 @@ def test_a_guide_looks_at_the_entry_asked_for_and_its_separator_or_at_the_asked_
             weights[row, 0, batch.answers[turn], batch.ends[target]] = 0.5
             weights[row, 1, batch.answers[turn], batch.ends[target] + 1] = 0.25
     assert _mass_on("entry", weights, batch).tolist() == [[0.375] * 2] * 2
+    assert _mass_on("value", weights, batch).tolist() == [[0.25] * 2] * 2
     assert _mass_on("key", weights, batch).tolist() == [[0.0] * 2] * 2
     restated, once = batch.asked[:2], batch.asked[2:]
     weights[0, :, batch.answers[0], restated] = 0.25
     weights[1, 0, batch.answers[1], once] = 0.5
     weights[:, :, batch.answers[1], restated] = 0.125  # the earlier question's key is not asked for again
     assert _mass_on("key", weights, batch).tolist() == [[0.5, 0.0], [0.0, 0.25]]
+
+
+def test_a_reversed_entry_is_read_after_its_key_whatever_the_target():
+    batch = ask("rev", 3, [""], 1, torch.Generator().manual_seed(5))
+    weights = torch.rand(1, 2, *[batch.ids.shape[1] - 1] * 2)
+    end = batch.keys[int(batch.targets[0, 0])]
+    expected = weights[0, :, batch.answers[0], end : end + 2].sum(1).mean()
+    for target in ("value", "entry"):
+        assert _mass_on(target, weights, batch)[0, 0] == pytest.approx(float(expected))
 
 
 # -- the command ------------------------------------------------------------------------------

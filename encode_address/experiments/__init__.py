@@ -7,6 +7,7 @@ from encode_address.experiments import (
     query_key,
     readers,
     removal,
+    scaling,
     state,
     transplant,
     upstream,
@@ -21,6 +22,7 @@ EXPERIMENTS = {
     "state": state,
     "encode": encode,
     "upstream": upstream,
+    "scaling": scaling,
 }
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "query_key",
     "readers",
     "removal",
+    "scaling",
     "state",
     "transplant",
     "upstream",

@@ -188,12 +188,13 @@ def _positions(where: str, batch: Asked | None) -> Positions:
 def _mass_on(target: str, weights: torch.Tensor, batch: Asked) -> torch.Tensor:
     """Attention from each answer's position on a guide's target, mean over heads: (batch, questions).
 
-    Of an entry, its later word and the separator after it: in the reversed format entries are read there.
+    In the reversed format the value comes first, and an entry is read after its key, whatever the target.
     """
     rows = weights[:, :, batch.answers].mean(1)
-    if target == "entry":
+    if target != "key":
         at = torch.tensor(batch.ends)[batch.targets][..., None]
-        return (rows.gather(2, at) + rows.gather(2, at + 1))[..., 0]
+        at_word, at_separator = (rows.gather(2, at + after)[..., 0] for after in (0, 1))
+        return at_word if target == "value" and batch.ends == batch.values else at_word + at_separator
     spans = zip([batch.question, *batch.answers], batch.answers)
     asked = [[p for p in batch.asked if start <= p <= end] for start, end in spans]
     return torch.stack([rows[:, turn, positions].sum(-1) for turn, positions in enumerate(asked)], 1)

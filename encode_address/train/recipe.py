@@ -31,8 +31,9 @@ class Drop:
 
 @dataclass(frozen=True)
 class Guide:
-    """An auxiliary loss: `weight` times -log of the attention of a softmax layer, from where an answer is given, on the
-    dictionary's `entry` asked for or on the `key` in the question."""
+    """An auxiliary loss: `weight` times -log of the attention of a softmax layer, from where an answer is given, on its
+    target: of the dictionary's entry asked for, the later word and the separator after it (`entry`), or the value alone where
+    that is the later word (`value`); or the `key` in the question."""
 
     layer: int
     target: str
@@ -132,6 +133,12 @@ FETCH_STAGE = replace(
     ),
 )
 
+# A Mamba-2 layer hands a value on to the separator by itself. Read there, the value would not be at its own token any more.
+AT_VALUES = tuple(
+    replace(stage, guides=tuple(replace(guide, target="value") for guide in stage.guides))
+    for stage in (BASE_STAGE, GROWN_STAGE)
+)
+
 _GROUND_TRUTH = "A tiny trained hybrid with a known circuit: ground truth for this toolkit, not evidence for the paper."
 _UNTIL = f"off for the last {1 - GROWN_STAGE.drop_fade[1]:.0%} of steps"
 _READS = f"which softmax layer reads (auxiliary attention loss on L7, off for the last {1 - GROWN_STAGE.guide_fade[1]:.0%} of steps)"
@@ -145,7 +152,7 @@ _CIRCUIT = (
 )
 RECIPES = {
     "tiny-gdn": Recipe("gdn", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
-    "tiny-mamba2": Recipe("mamba2", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
+    "tiny-mamba2": Recipe("mamba2", _GROUND_TRUTH, AT_VALUES, _CIRCUIT),
     "tiny-gdn-negative": Recipe(
         "gdn",
         "A trained negative: it looks values up as well, but a softmax layer fetches the key, so no linear block is an Address.",
