@@ -175,6 +175,7 @@ from encode_address.figures import (  # noqa: E402  they use what is above
     pruning,
     query_key,
     removal,
+    scaling,
     state,
     transplant,
     upstream,
@@ -190,4 +191,5 @@ DRAWN = {
     "encode": encode,
     "pruning": pruning,
     "upstream": upstream,
+    "scaling": scaling,
 }

@@ -12,7 +12,7 @@ import pytest
 import encode_address as ea
 from encode_address import lab
 from encode_address.errors import NameNotFound, TaskError
-from encode_address.experiments import EXPERIMENTS, query_key
+from encode_address.experiments import EXPERIMENTS, query_key, scaling
 from encode_address.figures import draw_all
 from encode_address.metrics import select
 from tests.commands import Commands
@@ -134,6 +134,19 @@ def test_a_block_after_the_address_changes_nothing_upstream(results):
             if block.layers[0] > address.layers[-1]:
                 after = select(rows, without=block.name).set_index("pair")["margin"]
                 assert (plain - after).abs().max() <= 1e-3
+
+
+def test_the_address_guides_the_layer_that_reads_next_and_nothing_lies_between(results):
+    for model in QUICK:
+        result = results["scaling", model]
+        verdict = json.loads((result.folder / "verdict.json").read_text())["variants"]["chat8"]
+        (address,), layout = verdict["address"], ea.load(model).layout
+        pairs = scaling.table(result.table, layout)
+        assert list(pairs["block"]) == [address]
+        assert int(pairs["reader"][0][1:].split("H")[0]) == layout.block(address).reader
+        conclusion = result.conclusions["chat8"]
+        assert (conclusion.status, conclusion.why.count("nothing lies between")) == ("undecided", 1)
+        assert float(conclusion.figures["Address"]["transplant"][:4]) >= 0.85
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

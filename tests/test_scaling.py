@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import encode_address as ea
+from encode_address import figures
 from encode_address.experiments import scaling
 from encode_address.experiments.scaling import chain_cells, kept_by_arm, path_of, transplant_cells
 from encode_address.models.layout import Layout
@@ -168,3 +169,26 @@ def test_every_arm_is_what_plain_hooks_say(name):
     table = one.engine.run(cells)
     agree(one, cells, table, expect_runs(Runs(one.oracle), cells), 1e-4)
     assert table.groupby("pair")["margin"].nunique().min() >= 4, "the arms differ"
+
+
+# -- the figure -----------------------------------------------------------------------------------------------------
+def test_the_figure_frames_what_is_guided_and_says_the_way(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "write", lambda figure, *_: drawn.append(figure) or [])
+    arms = {
+        "softmax held": (0.05, 0.8),
+        "linear held": (0.8, 0.05),
+        "earlier alone": (0.8, 0.05),
+        "payload": (0.05, 0.8),
+    }
+    chain = [rows_of("G0", shares, arm).assign(reader="L7H1") for arm, shares in arms.items()]
+    table = pd.concat([rows_of("", (0.05, 0.8), "host"), rows_of("G0", (0.8, 0.05)), *chain]).assign(variant="chat8")
+    blocks = [{"name": b.name, "layers": list(b.layers), "reader": b.reader} for b in LAYOUT.blocks]
+    figures.scaling.draw(table, {"layout": {"blocks": blocks, "softmax": list(LAYOUT.softmax_layers)}}, tmp_path)
+    (figure,) = drawn
+    top, bottom = figure.axes[0], figure.axes[1]
+    assert [text.get_text() for text in top.texts[:2]] == ["-0.77", "+0.73"]
+    assert len(top.patches) == 1
+    assert bottom.get_xticklabels()[0].get_text() == "G0 → L7H1\nvia attention\n(query)"
+    heights = [bar.get_height() for bar in bottom.patches]
+    assert heights == pytest.approx([0, 1, 1, 0], abs=0.01)
