@@ -22,6 +22,7 @@ from encode_address.models.hybrid import HybridModel  # noqa: E402
 from encode_address.models.loading import load  # noqa: E402
 from encode_address.run.cells import Cell  # noqa: E402
 from encode_address.run.engine import Engine  # noqa: E402
+from encode_address.steering import steer  # noqa: E402
 
 __all__ = [
     "Cell",
@@ -36,5 +37,6 @@ __all__ = [
     "measure",
     "metrics",
     "stats",
+    "steer",
     "tasks",
 ]

@@ -16,7 +16,7 @@ FACTORS = [
 ATTENDED = ["target", "host_index", "donor_index"]  # columns that name an entry of the dictionary
 MEASURES = [
     "accuracy", "choice_accuracy", "gap", "redirected", "kept", "carried", "host_value_of_key_A",
-    "host_value_at_index_j", "donor_value", "host_answer_kept", "loss",
+    "host_value_at_index_j", "donor_value", "host_answer_kept", "loss", "loss_without", "kl",
 ]  # fmt: skip
 
 

@@ -177,6 +177,7 @@ from encode_address.figures import (  # noqa: E402  they use what is above
     removal,
     scaling,
     state,
+    steer,
     transplant,
     upstream,
 )
@@ -192,4 +193,5 @@ DRAWN = {
     "pruning": pruning,
     "upstream": upstream,
     "scaling": scaling,
+    "steer": steer,
 }

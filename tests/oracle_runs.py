@@ -19,11 +19,13 @@ from tests.oracle import EMBED, Oracle
 
 @dataclass
 class Seen:
-    """What one forward had: (site, layer) -> (positions, ...), layer -> attention weights, and the logits."""
+    """What one forward had: (site, layer) -> (positions, ...), layer -> attention weights, and the logits: the last
+    position's, and `every` position's."""
 
     sites: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
     logits: torch.Tensor | None = None
+    every: torch.Tensor | None = None
 
 
 class Runs:
@@ -129,7 +131,8 @@ class Runs:
             implementation = oracle.module.config._attn_implementation
             oracle.module.set_attn_implementation("oracle_runs")
             stack.callback(oracle.module.set_attn_implementation, implementation)
-            seen.logits = oracle.logits(torch.tensor([prompt.ids]))[0]
+            seen.every = oracle.run(torch.tensor([prompt.ids])).logits[0].float()
+            seen.logits = seen.every[-1]
         return seen
 
     def _write(self, edit: Any, site: str, layer: int):

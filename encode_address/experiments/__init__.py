@@ -9,6 +9,7 @@ from encode_address.experiments import (
     removal,
     scaling,
     state,
+    steer,
     transplant,
     upstream,
 )
@@ -23,6 +24,7 @@ EXPERIMENTS = {
     "encode": encode,
     "upstream": upstream,
     "scaling": scaling,
+    "steer": steer,
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "removal",
     "scaling",
     "state",
+    "steer",
     "transplant",
     "upstream",
 ]

@@ -152,7 +152,9 @@ class Cell:
 
     `outcomes` names token ids: each becomes a true/false column, and `margin` is the logit of the first minus
     that of the second. `watch` lists heads (layer, head) whose attention from the last position is read, as mass
-    per entry of the host's dictionary. `labels` are further columns. `text=True` measures the loss on a text.
+    per entry of the host's dictionary. `labels` are further columns. `text=True` measures the loss on a text; with
+    `after`, a position, the loss on what follows it, with the edits and without (`loss`, `loss_without`), and `kl`, how far
+    the edits move what is said there.
 
     `path` is chosen by what is touched, unless given: *final* when nothing before the last position is touched,
     *read* when no more than attention or a truncated model's answer is asked for, else *full*. A `none` cell is
@@ -174,6 +176,7 @@ class Cell:
     outcomes: tuple[tuple[str, int], ...] = ()
     watch: tuple[tuple[int, int], ...] = ()
     text: bool = False
+    after: int = -1
     labels: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -230,6 +233,12 @@ class Cell:
         yield self.path == FINAL and len(self.host) < 2, "the final path needs prompts of two tokens or more"
         read = FULL if self.exit is None or self.also else READ
         yield self.text and bool(self.watch or self.outcomes or self.path != read), "a text gives its loss alone"
+        if self.after != -1:
+            yield (
+                not self.text or not 0 <= self.after < len(self.host) - 1,
+                "after is a position of a text, not its last",
+            )
+            yield not self.edits or not all(edit.where for edit in self.edits), "after compares edits at some positions"
         if self.path == READ:
             yield bool(self.also), "the read path edits nothing"
             if verb == "none":
@@ -256,6 +265,11 @@ class Cell:
     def start(self) -> int:
         """The first decoder layer that runs otherwise than in the intact model (full path)."""
         return max(0, min((layer for edit in self.edits for layer in edit.layers), default=self.exit or 0))
+
+    @property
+    def rows(self) -> int:
+        """Rows that it takes in a trace: one more, without its edits, where it is compared with that."""
+        return 2 if self.after != -1 else 1
 
     @property
     def end(self) -> int | None:
@@ -306,7 +320,7 @@ class Cell:
         """A hash of what has to be computed: the cell without its labels."""
         also = tuple(edit.work for edit in self.also)
         done = (self.host.digest, self.path, self._main.work, also)
-        return hashlib.sha256(repr((done, self.outcomes, self.watch, self.text)).encode()).hexdigest()[:24]
+        return hashlib.sha256(repr((done, self.outcomes, self.watch, self.text, self.after)).encode()).hexdigest()[:24]
 
     def key(self, context: str) -> str:
         """A hash of all that determines the row: the cell, its labels, and `context` (see `context_of`)."""

@@ -98,7 +98,7 @@ class Engine:
         """The table of `cells`, one row per cell in their order; rows already in `store` are not run again."""
         if not cells:
             return pd.DataFrame()
-        with _threads(self.model):
+        with own_threads(self.model):
             return self._run(self._fitting(cells)[0], store)
 
     def _run(self, cells: Sequence[Cell], store: Store | None) -> pd.DataFrame:
@@ -249,7 +249,8 @@ class Engine:
     # -- rows --------------------------------------------------------------------
     def _rows(self, cells: Sequence[Cell], seen: dict[str, Any]) -> list[dict[str, Any]]:
         if "loss" in seen:
-            return [{"loss": loss} for loss in seen["loss"].tolist()]
+            columns = {name: values.tolist() for name, values in seen["loss"].items()}
+            return [dict(zip(columns, row)) for row in zip(*columns.values())]
         rows: list[dict[str, Any]] = [{} for _ in cells]
         if "answer" in seen:
             self._answers(rows, cells, {name: value.tolist() for name, value in seen["answer"].items()})
@@ -285,7 +286,7 @@ def threads(model: Any) -> int:
 
 
 @contextmanager
-def _threads(model: Any) -> Iterator[None]:
+def own_threads(model: Any) -> Iterator[None]:
     """Run a model with its own number of threads, and give the process its number back."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads(model))

@@ -194,15 +194,9 @@ def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: Sources, res
     watch = _ops(model, [layer for layer in watched(cells) if layer >= start])
     entries = entries_of([cell.host for cell in cells]) if watch else None
     end = cells[0].end or len(layers)
-    engine.count(ids.numel(), end - start)
+    engine.count(ids.numel() * cells[0].rows, end - start)
     if cells[0].text:
-        with torch.no_grad(), model.trace(ids) as tracer:
-            seen = nnsight.save({})
-            enter(layers, start, entering)
-            seen.update(apply_edits(layers, embed, edits, watch, entries))
-            seen["loss"] = measure.next_token_loss(tracer.result.logits, ids)
-        engine.verify(plan, seen, torch.isfinite(seen["loss"]))
-        return seen
+        return _text(engine, cells, plan, start, entering)
     tokens, last = asked(cells), cells[0].exit
     norm, head, scaling = model.final_norm, model.lm_head, model.logits_scaling
     with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
@@ -218,6 +212,24 @@ def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: Sources, res
     for layer in watched(cells):
         if layer < start:
             seen["attention"][layer] = attention[layer][rows.to(model.device)]
+    return seen
+
+
+def _text(engine: Any, cells: Sequence[Cell], plan: Edits, start: int, entering: torch.Tensor | None) -> Seen:
+    """The loss on texts. Cells that ask for what comes `after` have a second row each, which is not edited."""
+    model, layers, embed, each = engine.model, engine.model.layers, engine.model.embed, cells[0].rows
+    ids, edits = ids_of([cell.host for cell in cells]).repeat(each, 1), [edit for edit, _ in plan]
+    entering = None if entering is None else entering.repeat(each, 1, 1)
+    after = torch.tensor([cell.after for cell in cells])
+    with torch.no_grad(), model.trace(ids) as tracer:
+        seen = nnsight.save({})
+        enter(layers, start, entering)
+        seen.update(apply_edits(layers, embed, edits, {}, None))
+        if each == 1:
+            seen["loss"] = {"loss": measure.next_token_loss(tracer.result.logits, ids)}
+        else:
+            seen["loss"] = measure.drift(tracer.result.logits, ids, after)
+    engine.verify(plan, seen, torch.isfinite(seen["loss"]["loss"]))
     return seen
 
 
@@ -380,7 +392,7 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
     for i, cells in exits.items():
         if text:
             engine.verify([], {}, torch.isfinite(seen["loss"][i]), cells)
-            yield cells, {"loss": seen["loss"][i]}
+            yield cells, {"loss": {"loss": seen["loss"][i]}}
         else:
             engine.verify([], {}, seen["answer"][i]["finite"], cells)
             yield cells, {"attention": {}, "answer": seen["answer"][i]}

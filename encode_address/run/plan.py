@@ -125,7 +125,7 @@ class Bundle:
         if self.path == FINAL:
             return len(self.prefixes) * (length - 1) * depth + capture + len(self.pending) * depth
         enter = len(self.entered) * max(self.starts, default=0)
-        run = sum((cell.end or depth) - (cell.start if self.entered else 0) for cell in self.pending)
+        run = sum(cell.rows * ((cell.end or depth) - (cell.start if self.entered else 0)) for cell in self.pending)
         return capture + length * (enter + run)
 
     def traces(self, limits: Limits) -> int:
@@ -223,6 +223,8 @@ def _floor(cells: Sequence[Cell], depth: int) -> int:
         for run, edit in cell.sources:
             short = cell.path == FINAL and run.at_the_end
             need((cell.path, run.key), (1 if short else length) * (1 + max(edit.layers)))
+        if cell.rows > 1:
+            need((FULL, Run(cell.host).key), tokens * depth)
         if cell.path == FULL:
             starts.setdefault(ids, []).append(tokens * cell.start)
     return total + sum(once.values()) - sum(sum(saved) - max(saved) for saved in starts.values())
@@ -264,10 +266,10 @@ def _bundles(cells: Sequence[Cell], limits: Limits) -> Iterator[Bundle]:
     """Cut cells of one path and shape into bundles whose distinct prompts fit; a host's cells follow one another."""
     shapes: dict[tuple, dict[str, list[Cell]]] = {}
     for cell in cells:
-        shape = (cell.path, len(cell.host), len(cell.host.keys), cell.text)
+        shape = (cell.path, len(cell.host), len(cell.host.keys), cell.text, cell.rows)
         shapes.setdefault(shape, {}).setdefault(cell.host.digest, []).append(cell)
-    for (path, length, _, text), hosts in shapes.items():
-        limit, rows = limits.prompts(path, length, text), limits.rows(path, length, text)
+    for (path, length, _, text, each), hosts in shapes.items():
+        limit, rows = limits.prompts(path, length, text), max(1, limits.rows(path, length, text) // each)
         chosen: list[Cell] = []
         prompts: set[str] = set()
         for group in _uncut(hosts.values(), limit):
