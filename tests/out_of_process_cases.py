@@ -52,6 +52,7 @@ from encode_address.run.edits import (
 
 IDS = torch.randint(20, 200, (3, 12), generator=torch.Generator().manual_seed(0))
 TOKENS = IDS[:, :4]
+AFTER = torch.tensor([3])
 ENTRIES = torch.zeros(3, 2, 12)
 ENTRIES[:, 0, 2:5] = 1
 ENTRIES[:, 1, 5:9] = 1
@@ -222,12 +223,13 @@ def continues_from_cache(model, backend):
     return seen
 
 
-@case(measure.answer, measure.next_token_loss)
+@case(measure.answer, measure.next_token_loss, measure.drift)
 def measures(model, backend):
     """Through the module's name, as the engine writes it: the whole module travels."""
     with torch.no_grad(), model.trace(IDS, backend=backend) as tracer:
         seen = nnsight.save({})
         seen["loss"] = measure.next_token_loss(tracer.result.logits, IDS)
+        seen["drift"] = measure.drift(tracer.result.logits[:2], IDS[:2], AFTER)
         seen["answer"] = measure.answer(tracer.result.logits[:, -1], TOKENS)
     return seen
 

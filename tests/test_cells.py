@@ -167,6 +167,7 @@ CHANGES = {
     "two of them": {"also": (Edit("remove", (1,)), Edit("remove", (7,)))},
     "no measures": {"outcomes": (), "watch": ()},
     "text": {"outcomes": (), "watch": (), "text": True},
+    "what follows a position": {"outcomes": (), "watch": (), "text": True, "after": 1},
     "longer host": {
         "host": dataclasses.replace(BASE.host, ids=(1, 2, 3, 4, 5)),
         "donor": dataclasses.replace(BASE.donor, ids=(1, 2, 3, 4, 6)),
