@@ -36,6 +36,7 @@ from encode_address.models.layout import Layout
 from encode_address.run.cells import FINAL, Cell, Edit
 from encode_address.stats import Estimate, difference, estimate, ratio
 from encode_address.tasks import Dictionary, Prompt, QuestionSwap
+from encode_address.tasks.dictionary import exchanged
 
 SUMMARY = (
     "scaling: which readers each block guides, and whether the address reaches them directly or through earlier readers"
@@ -100,8 +101,7 @@ def payloads(items: Sequence[QuestionSwap], task: Dictionary) -> dict[int, Promp
     """For each pair, a prompt that asks the host's key in a dictionary that gives it the donor's value."""
     out = {}
     for item in items:
-        values = list(item.host.values)
-        values[item.host_index], values[item.donor_index] = values[item.donor_index], values[item.host_index]
+        values = exchanged(item.host.values, item.host_index, item.donor_index)
         out[item.pair] = task.prompt(item.host.keys, values, item.host_index)
     return out
 

@@ -138,8 +138,8 @@ class Dictionary:
         """`n` clean/corrupted value swaps, spread over the configurations (perm: over the indices)."""
         rng, items = random.Random(seed), []
         for target, distractor, (keys, values) in self._draws(n, rng, avoid):
-            exchanged = _exchange(values, target, distractor)
-            clean, corrupted = self.prompt(keys, values, target), self.prompt(keys, exchanged, target)
+            clean = self.prompt(keys, values, target)
+            corrupted = self.prompt(keys, exchanged(values, target, distractor), target)
             self._comparable(clean, corrupted, (target, distractor))
             items.append(Swap(len(items), clean, corrupted, target, distractor))
         return items
@@ -163,11 +163,11 @@ class Dictionary:
         for t, d, (keys, values) in self._draws(n, rng, avoid):
             plain = self.prompt(keys, values, t)
             if swap == "value":
-                host, donor = self.prompt(keys, _exchange(values, t, d), t), plain
+                host, donor = self.prompt(keys, exchanged(values, t, d), t), plain
                 positions, carried = host.span(f"value {t}"), plain.answer
             else:
                 host = plain
-                donor = self.prompt(_exchange(keys, t, d), values, d, other=self._other(keys, t))
+                donor = self.prompt(exchanged(keys, t, d), values, d, other=self._other(keys, t))
                 positions, carried = host.span(f"key {t}") + host.span(f"key {d}"), self.answer(values[d])
             self._comparable(host, donor, (t, d))
             items.append(EntrySwap(len(items), swap, host, donor, positions, carried))
@@ -285,7 +285,8 @@ def _entry(template: str, index: int, key: str, value: str) -> list[Piece]:
     return pieces
 
 
-def _exchange(words: Sequence[str], i: int, j: int) -> tuple[str, ...]:
+def exchanged(words: Sequence[str], i: int, j: int) -> tuple[str, ...]:
+    """The words with those at `i` and `j` in each other's place."""
     out = list(words)
     out[i], out[j] = out[j], out[i]
     return tuple(out)
