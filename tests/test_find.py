@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import combinations
 
 import pandas as pd
 import pytest
@@ -11,16 +13,21 @@ import torch
 import encode_address as ea
 from encode_address import rule
 from encode_address.circuit import DISCOVERY_SHARE, QUICK_N, Found, report
-from encode_address.metrics import select
-from encode_address.models.loading import GROUND_TRUTH, UNTRAINED
+from encode_address.metrics import accuracy, perplexity, select
+from encode_address.models.loading import GROUND_TRUTH, UNTRAINED, card
 from encode_address.run.engine import Engine
 from encode_address.run.store import Store
 from tests.oracle import Oracle, put, take
 from tests.redundant import redundant_model
 
+NEGATIVE = "tiny-gdn-negative"
 
-def redirects_by_hooks(model: ea.HybridModel, variant: str, n: int = QUICK_N) -> dict[str, float]:
-    """The share of hosts that each block's final-position transplant redirects, with plain hooks and full forwards."""
+
+def redirects_by_hooks(
+    model: ea.HybridModel, variant: str, n: int = QUICK_N, sets: Iterable[str] | None = None
+) -> dict[str, float]:
+    """The share of hosts that each block's (or set's) final-position transplant redirects, with plain hooks and full
+    forwards."""
     oracle = Oracle(model.module, "mamba2" if "mamba2" in model.name else "qwen3_5_text")
     items = ea.tasks.dictionary(model, variant).questions(n, seed=0)
     hosts, donors = (torch.tensor([p.ids for p in ps]) for ps in zip(*((i.host, i.donor) for i in items)))
@@ -28,18 +35,18 @@ def redirects_by_hooks(model: ea.HybridModel, variant: str, n: int = QUICK_N) ->
     outputs = oracle.outputs(donors, model.linear_layers)
     wanted = torch.tensor([item.host.choices[item.donor_index] for item in items])
     shares = {}
-    for block in model.layout.blocks:
-        edits = {layer: put(take(outputs[layer], final), final) for layer in block.layers}
-        shares[block.name] = float((oracle.logits(hosts, edits).argmax(-1) == wanted).float().mean())
+    for name in sets or [block.name for block in model.layout.blocks]:
+        edits = {layer: put(take(outputs[layer], final), final) for layer in model.layout.layers_of(name)}
+        shares[name] = float((oracle.logits(hosts, edits).argmax(-1) == wanted).float().mean())
     return shares
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, tuple[ea.HybridModel, Found]]:
-    """`find` at its quick size on every model of this file: trained, untrained, redundant."""
+    """`find` at its quick size on every model of this file: trained, untrained, redundant, and the trained negative."""
     folder = tmp_path_factory.mktemp("results")
     models = [(ea.load(name), QUICK_N) for name in GROUND_TRUTH] + [(ea.load(name), 12) for name in UNTRAINED]
-    models.append((redundant_model(GROUND_TRUTH[0]), QUICK_N))
+    models += [(redundant_model(GROUND_TRUTH[0]), QUICK_N), (ea.load(NEGATIVE), QUICK_N)]
     return {model.name: (model, ea.find(model, ["chat8"], n, out=folder)) for model, n in models}
 
 
@@ -48,7 +55,7 @@ def test_planted_truth_is_found_as_the_hooks_say(results, name: str) -> None:
     model, found = results[name]
     shares = redirects_by_hooks(model, "chat8")
     address = max(shares, key=shares.get)
-    assert shares[address] >= 0.85
+    assert shares[address] >= 0.9
     assert all(share <= 0.05 for block, share in shares.items() if block != address)
     verdict = found.verdict
     assert verdict.status == "FOUND"
@@ -83,6 +90,43 @@ def test_a_redundant_address_is_not_reported_as_a_circuit(results) -> None:
     assert found.verdict.address == ()
     assert "each redirect alone" in found.verdict.reason
     assert all(block in found.verdict.reason for block in strong)
+
+
+def test_a_trained_model_whose_softmax_layer_fetches_the_key_has_no_address(results) -> None:
+    """Fixed beforehand by plain hooks: it retrieves, and no set of its blocks, of any size, redirects half of the answers.
+    A rule that names the block whose removal or transplant does most would name one all the same."""
+    model, found = results[NEGATIVE]
+    names = [block.name for block in model.layout.blocks]
+    sets = ["+".join(some) for size in range(1, len(names) + 1) for some in combinations(names, size)]
+    shares = redirects_by_hooks(model, "chat8", sets=sets)
+    assert max(shares.values()) < 0.4
+    verdict = found.verdict
+    assert verdict.variants[0].task.status == "found"
+    assert verdict.status == "UNDECIDED"
+    assert verdict.address == ()
+    assert "no set of blocks redirects the answer" in verdict.reason
+    told = next(d for d in card(model)["demands"] if "no set of linear blocks" in d["demand"])
+    assert told["met"]
+
+
+@pytest.mark.parametrize("name", GROUND_TRUTH)
+def test_blocks_outside_the_circuit_are_needed_for_text_and_not_for_retrieval(results, name: str) -> None:
+    """As the model's card says of its own measures, on dictionaries and text that those never saw."""
+    model, found = results[name]
+    rows = select(found.table, split="confirmation")
+    text = select(rows, experiment="text")
+    intact = perplexity(select(text, intervention="none")["loss"])
+    claimed = {*found.verdict.encode, *found.verdict.address}
+    outside = [block.name for block in model.layout.blocks if block.name not in claimed]
+    assert outside
+    demands = {d["demand"].split(" (")[0]: d for d in card(model)["demands"]}
+    needed = demands["each of them is needed for text"]
+    for block in outside:
+        removed = select(rows, experiment="removal", block=block, mode="zero")
+        assert accuracy(removed).value >= 0.95
+        ratio = perplexity(select(text, block=block, mode="zero")["loss"]) / intact
+        assert ratio >= 1.2 if needed["met"] else ratio > 1
+    assert len(model.layout.tabled) >= 3
 
 
 @pytest.mark.parametrize("name", GROUND_TRUTH)

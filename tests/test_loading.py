@@ -1,5 +1,6 @@
 """Loading: what cannot be loaded is refused in one line, and a fingerprint tells models apart."""
 
+import json
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import encode_address
 from encode_address.errors import ModelError
 from encode_address.models.cards import listing
-from encode_address.models.loading import BUNDLED, GROUND_TRUTH, TRAINED, card
+from encode_address.models.loading import BUNDLED, BUNDLED_DIR, GROUND_TRUTH, TRAINED, card
 from tests.toy_tokenizers import toy_tokenizer
 
 
@@ -165,7 +166,23 @@ def test_the_listing_says_what_the_cards_say():
         facts = card(encode_address.load(name))
         assert paragraph.startswith(f"{name}: {facts['architecture']}")
         assert all(f"imposed in training: {line}" in paragraph for line in facts["imposed"])
+        unmet = [d for d in facts["demands"] if not d["met"]]
+        assert paragraph.count("falls short: ") == len(unmet)
+        assert f"{len(facts['seeds'])} seed" in paragraph
+        assert facts["command"] in paragraph
     assert all(f"{name}-untrained" in paragraphs[-1] for name in GROUND_TRUTH)
+
+
+def test_what_is_shipped_is_small_and_says_how_it_was_made():
+    for name in TRAINED:
+        folder = BUNDLED_DIR / name
+        assert sum(path.stat().st_size for path in folder.iterdir()) <= 5_000_000
+        facts = json.loads((folder / "card.json").read_text())
+        assert facts["command"] == f"encode-address train {name} --seed {facts['seed']}"
+        assert facts["seed"] in [row["seed"] for row in facts["seeds"]]
+        assert {"data", "steps", "wall_seconds", "accuracy", "perplexity", "imposed", "selection", "demands"} <= set(
+            facts
+        )
 
 
 def test_a_model_loads_the_same_from_its_name_and_from_its_folder():

@@ -31,16 +31,15 @@ def _paragraph(name: str, card: dict[str, Any], layout: Layout) -> str:
         f"{block.name} [{block.span}]" + (f" -> L{block.reader}" if block.reader is not None else "")
         for block in layout.blocks
     )
-    lines = [f"{name}: {card['architecture']}, {blocks}", card["purpose"]]
-    if "seeds" in card:
-        right = ", ".join(f"{variant} {card['accuracy'][variant]:.3f}" for variant in SHOWN)
-        finished = sum("accuracy" in row for row in card["seeds"])
-        lines += [
-            f"accuracy {right}; perplexity {card['perplexity']:.2f}; {card['parameters']:,} parameters",
-            f"seed {card['seed']}; {len(card['seeds'])} seeds tried, {finished} finished; {card['command']}",
-        ]
-    lines += [
+    right = ", ".join(f"{variant} {card['accuracy'][variant]:.3f}" for variant in SHOWN)
+    finished = sum("accuracy" in row for row in card["seeds"])
+    tried = len(card["seeds"])
+    lines = [
+        f"{name}: {card['architecture']}, {blocks}",
+        card["purpose"],
+        f"accuracy {right}; perplexity {card['perplexity']:.2f}; {card['parameters']:,} parameters",
+        f"seed {card['seed']}; {tried} seed{'s' * (tried > 1)} tried, {finished} finished; {card['command']}",
         *(f"imposed in training: {line}" for line in card["imposed"]),
-        *(f"falls short: {d['demand']}: {d['value']:.2f}" for d in card.get("demands", ()) if not d["met"]),
+        *(f"falls short: {d['demand']}: {d['value']:.2f}" for d in card["demands"] if not d["met"]),
     ]
     return "\n  ".join(lines)
