@@ -61,7 +61,7 @@ class Effort:
 def small(pairs: int) -> Effort:
     """For the bundled models."""
     few = min(25, pairs)
-    return Effort(pairs, few, few, min(4, pairs), few, slope_cells=40, repeats=3, slope_repeats=6)
+    return Effort(pairs, few, few, min(4, pairs), few, slope_cells=24, repeats=3, slope_repeats=6)
 
 
 REAL = Effort(8, batch=4, naive_pairs=4, single_pairs=1, slope_pairs=1, slope_cells=60, repeats=2, slope_repeats=5)

@@ -371,7 +371,7 @@ def edits_the_gate(model, backend):
 
 @case(write_state_head, writes=True)
 def continues_with_one_heads_state(model, backend):
-    lm, first = model.lm, model.linear_layers[0]
+    lm, layer = model.lm, model.linear_layers[-2]
     rows, taken = torch.tensor([0, 1, 2]), torch.tensor([0])
     prefix = {"input_ids": IDS[:, :-1], "attention_mask": torch.ones_like(IDS[:, :-1]), "use_cache": True}
     last = {"input_ids": IDS[:, -1:], "attention_mask": torch.ones_like(IDS), "use_cache": True}
@@ -381,7 +381,7 @@ def continues_with_one_heads_state(model, backend):
             cache = tracer.result.cache
         saved = read_cache(cache)
         write_cache(cache, saved, rows)
-        write_state_head(cache, first, 0, torch.tensor([1]), saved[first]["recurrent"][taken, 0])
+        write_state_head(cache, layer, 0, torch.tensor([1]), saved[layer]["recurrent"][taken, 0])
         with torch.no_grad(), lm.trace(**last, cache=cache) as tracer:
             seen["logits"] = tracer.result.logits[:, -1].clone()
     return seen

@@ -32,12 +32,13 @@ def gdn() -> cases.Case:
 def test_the_runners_agree_and_the_row_has_the_promised_fields(intervention):
     row, agreed = sweep.measure(gdn(), intervention, TINY)
     assert set(row) == FIELDS
-    assert (row["model"], row["intervention"], row["cells"]) == ("tiny-gdn", intervention, 2 * 4)
+    assert (row["model"], row["intervention"], row["cells"]) == ("tiny-gdn", intervention, 2 * len(gdn().blocks))
     assert 0 < agreed["max_difference"] < 1e-3 < agreed["largest_effect"]
     assert row["peak_rss_mb"] > 100
-    # 60 tokens, 4 blocks, 2 pairs: a donor and a host per block, against two prefixes and one token per cell.
-    naive_tokens = 2 * 60 * (1 + 4) if intervention == "transplant" else 2 * 4 * (59 + 59 + 1)
-    fewest = 2 * 2 * 59 + 2 * 4
+    # 2 pairs: a donor and a host per block, against two prefixes and one token per cell.
+    blocks, prefix = len(gdn().blocks), gdn().length - 1
+    naive_tokens = 2 * (prefix + 1) * (1 + blocks) if intervention == "transplant" else 2 * blocks * (2 * prefix + 1)
+    fewest = 2 * 2 * prefix + 2 * blocks
     assert naive_tokens / (fewest + 2 * 2) <= row["token_ratio"] <= naive_tokens / fewest
 
 
@@ -81,10 +82,10 @@ def test_a_runner_that_computes_something_else_is_refused(runner):
 
 
 def test_further_cells_are_different_sets_of_layers_no_lighter_than_a_block():
-    sets = gdn().subsets(40)
-    assert len(set(sets)) == 40
-    assert sets[:4] == gdn().blocks
-    assert min(map(len, sets[4:])) >= sum(map(len, gdn().blocks)) / 4
+    sets, blocks = gdn().subsets(24), gdn().blocks
+    assert len(set(sets)) == 24
+    assert sets[: len(blocks)] == blocks
+    assert min(map(len, sets[len(blocks) :])) >= sum(map(len, blocks)) / len(blocks)
 
 
 def test_a_model_of_given_dimensions(tmp_path, monkeypatch):
@@ -121,7 +122,7 @@ def test_json_is_one_object_alone_on_stdout(monkeypatch, capsys):
     assert all(set(row) == FIELDS for row in result["rows"])
     assert all(set(row) == GROWTH_FIELDS for row in result["growth"])
     assert [(r["grows"], r["pairs"], r["cells_per_pair"]) for r in result["growth"]] == [
-        ("pairs", 2, 4), ("pairs", 3, 4), ("cells_per_pair", 3, 1), ("cells_per_pair", 3, 2),
+        ("pairs", 2, 3), ("pairs", 3, 3), ("cells_per_pair", 3, 1), ("cells_per_pair", 3, 2),
         ("cells_per_pair", 3, 4), ("cells_per_pair", 3, 8),
     ]  # fmt: skip
     table = sweep.show(result)

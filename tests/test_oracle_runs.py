@@ -168,7 +168,7 @@ def compounds(one) -> list[Cell]:
     for item in one.questions:
         host, donor, end = item.host, item.dissociation, item.host.final
         everywhere = tuple(range(len(host)))
-        moved_block = Edit("transplant", block, end, donor, end)
+        moved_block = Edit("transplant", later, end, donor, end)
         removed = (Edit("remove", block),)
 
         def hold(verb: str, under=(), layers=(softmax,), host=host, end=end) -> Edit:

@@ -26,10 +26,10 @@ def test_the_python_blocks_run(tmp_path):
     lines = result.stdout.splitlines()
     assert sum(line.startswith("  ok ") for line in lines) == 8
     end = next(i for i, line in enumerate(lines) if line.startswith("found"))
-    assert lines[end - 1] == "amber"
+    assert lines[end - 1] == "nylon"
     assert lines[end].endswith("results/tiny-gdn")
     assert lines[end + 1] == planned
-    assert len(lines[end + 2 :]) == 6  # the redirected share of each of four blocks, and pandas' own two lines
+    assert len(lines[end + 2 :]) == 5  # the redirected share of each of three blocks, and pandas' own two lines
 
 
 def test_the_dry_run_is_as_printed(tmp_path):
