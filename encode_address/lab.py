@@ -7,7 +7,8 @@ An experiment is a module of `encode_address.experiments` with
     VARIANTS           where they are not chat8, list8 and rev8
     NEEDS_CIRCUIT      whether `find` must have said what the circuit is
     ADAPTIVE           whether later cells depend on results
-    steps(setting)     a generator of lists of cells, which is sent the table of each: later cells may depend on it
+    steps(setting)     a generator of lists of cells, or of readings (`run.reading`), which is sent the table of each: where
+                       ADAPTIVE, what comes later may depend on it
     conclude(rows, setting) -> Conclusion     what the rows of one variant say
 
 This module draws the prompts, runs the cells, and writes table, summary, verdict and manifest.
@@ -20,6 +21,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +36,7 @@ from encode_address.metrics import summary
 from encode_address.run.cells import Cell
 from encode_address.run.engine import git_revision, versions
 from encode_address.run.job import Job
+from encode_address.run.reading import Reading
 from encode_address.run.store import Store, stored_keys
 from encode_address.tasks import dictionary, text_source
 
@@ -145,9 +148,21 @@ def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kw
         lines.append("  the circuit is not known yet: a quick `find` comes first, and says which cells follow")
     else:
         cells: list[Cell] = []
+        readings: list[Reading] = []
         for setting in settings:
-            cells += next(module.steps(setting.within(known.get(setting.variant))), [])  # none without an Address
-        lines.append(f"{model.name} {name}: {Job(model, settings[0].text, None, batch_tokens).engine.plan(cells)}")
+            steps = module.steps(setting.within(known.get(setting.variant)))  # none without an Address
+            for step in islice(steps, 1) if module.ADAPTIVE else steps:
+                if isinstance(step, Reading):
+                    readings.append(step)
+                else:
+                    cells += step
+        if cells or not readings:
+            lines.append(f"{model.name} {name}: {Job(model, settings[0].text, None, batch_tokens).engine.plan(cells)}")
+        if readings:
+            tokens = sum(reading.tokens for reading in readings)
+            lines.append(
+                f"{model.name} {name}: {len(readings)} readings of the model as it is, {tokens:,} tokens of forward"
+            )
         if module.ADAPTIVE:
             lines.append("  what follows from these results comes on top")
     stored = 0 if fresh else len(stored_keys(Path(out) / model.slug / name))

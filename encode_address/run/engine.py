@@ -82,6 +82,11 @@ class Engine:
         self.layer_tokens += tokens * (self.depth if layers is None else layers)
         self.traces += 1
 
+    def foresee(self, tokens: int) -> None:
+        """Keep account of whole forwards that were planned elsewhere (a reading)."""
+        self.planned_layer_tokens += tokens * self.depth
+        self.floor_layer_tokens += tokens * self.depth
+
     # -- running -----------------------------------------------------------------
     def plan(self, cells: Sequence[Cell], done: Collection[str] = ()) -> Plan:
         """What running `cells` would take; `done` holds the row keys (see `keys`) that are there already."""

@@ -10,9 +10,10 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from encode_address.run.cells import Cell
-from encode_address.run.engine import Engine, threads
+from encode_address.run.cells import Cell, context_of
+from encode_address.run.engine import Engine, own_threads, threads
 from encode_address.run.memory import peak_bytes
+from encode_address.run.reading import Reading
 from encode_address.run.store import Store
 from encode_address.tasks.text import Text
 
@@ -26,15 +27,31 @@ class Job:
         self.tables: list[pd.DataFrame] = []
         self.seconds: dict[str, float] = {}
 
-    def run(self, what: str, cells: Sequence[Cell]) -> pd.DataFrame:
-        """Run cells under a progress bar (on a terminal only); their rows join the table."""
+    def run(self, what: str, work: Sequence[Cell] | Reading) -> pd.DataFrame:
+        """Run cells under a progress bar (on a terminal only), or a reading; the rows join the table."""
         started = time.monotonic()
-        with progress(f"{self.model.name} {what}", cells) as bar:
-            self.engine.on_rows = bar.update
-            rows = self.engine.run(cells, self.store)
+        if isinstance(work, Reading):
+            rows = self._read(work)
+        else:
+            with progress(f"{self.model.name} {what}", work) as bar:
+                self.engine.on_rows = bar.update
+                rows = self.engine.run(work, self.store)
         self.tables.append(rows)
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - started
         return rows
+
+    def _read(self, reading: Reading) -> pd.DataFrame:
+        """The rows of a reading; those in the store are not read again."""
+        context = context_of(self.engine.facts())
+        if self.store and (keys := reading.done(context, self.store.keys())):
+            return self.store.table(keys)
+        with own_threads(self.model):
+            rows = reading.rows(self.engine, context)
+        self.engine.foresee(reading.tokens)
+        if self.store:
+            self.store.append(rows)
+            return self.store.table([row["key"] for row in rows])
+        return pd.DataFrame(rows)
 
     def table(self) -> pd.DataFrame:
         """All rows so far."""
