@@ -159,6 +159,7 @@ def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kw
         if cells or not readings:
             lines.append(f"{model.name} {name}: {Job(model, settings[0].text, None, batch_tokens).engine.plan(cells)}")
         if readings:
+            readings = list({reading.key(""): reading for reading in readings}.values())
             tokens = sum(reading.tokens for reading in readings)
             lines.append(
                 f"{model.name} {name}: {len(readings)} readings of the model as it is, {tokens:,} tokens of forward"

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from encode_address.errors import RunError, TaskError
-from encode_address.run.cells import EMBED, FINAL, FULL, MODES, ON_PATH, READ, Cell, Edit
+from encode_address.run.cells import EMBED, FINAL, FULL, MODES, READ, Cell, Edit
 from tests.test_cells import ANSWER, CONTEXT, DONOR, HOST, PATCHED, prompt
 
 AT_THE_END = "the final path edits the last position only"
@@ -136,12 +136,6 @@ def test_a_refusal_says_which_cell_it_was():
 def test_a_cell_refuses_a_donor_of_another_length():
     with pytest.raises(TaskError, match=r"same number of tokens; these have \[4, 5\]"):
         Cell("transplant", prompt(4), donor=prompt(5), layers=(0,), where=(0,), source=(0,))
-
-
-@pytest.mark.parametrize("path", ["", *ON_PATH])
-def test_replace_is_refused_on_every_path_until_it_exists(path):
-    with pytest.raises(RunError, match=f"^the {path or FULL} path does not run replace"):
-        Cell("replace", HOST, path, **PATCHED)
 
 
 # -- modes

@@ -11,6 +11,7 @@ from typing import Any
 
 from encode_address.errors import RunError
 from encode_address.models.layout import layer_span
+from encode_address.run.projection import UNITS, Projection
 from encode_address.tasks.prompts import Prompt, equal_length
 
 INTERVENTIONS = (
@@ -24,7 +25,7 @@ FINAL, FULL, READ = "final", "full", "read"
 PATCHES = ("transplant", "query", "key", "value", "gate", "input", "residual")  # := what a donor has at that site
 ON_PATH = {
     FINAL: ("none", "state", "remove", *PATCHES),
-    FULL: ("none", "remove", "heads", "truncate", *PATCHES),
+    FULL: ("none", "remove", "heads", "truncate", "replace", *PATCHES),
     READ: ("none", "truncate"),
 }
 MODES = {  # how a verb is done; the first is what it means when nothing is said
@@ -32,6 +33,7 @@ MODES = {  # how a verb is done; the first is what it means when nothing is said
     "transplant": ("outputs", "embeddings", "random"),
     "state": ("recurrent", "conv", "both"),
     "heads": ("zero",),
+    "replace": UNITS,
 }
 SAME_POSITION = ("query", "key", "value", "gate")  # they carry their position, or belong to it
 BY_HEAD = ("heads", "query", "gate", "state")  # may be narrowed to one head
@@ -43,7 +45,8 @@ class Edit:
 
     `where` are the patched positions (none: all of them, for `remove`), `source` those of the `donor` that values are
     taken from; a state is always the one before the last token. `under` are edits of the donor's own run: its values
-    are then those that it has under these. `mode` refines the verb (see MODES), `head` narrows it to one head.
+    are then those that it has under these. `mode` refines the verb (see MODES), `head` narrows it to one head. `map` is what
+    stands in for replaced layers.
     """
 
     verb: str
@@ -55,8 +58,11 @@ class Edit:
     head: int = -1
     seed: int = -1
     under: tuple[Edit, ...] = ()
+    map: Projection | None = None
 
     def __post_init__(self) -> None:
+        if self.map is not None:
+            object.__setattr__(self, "mode", self.map.unit)
         if not self.mode and self.verb in MODES:
             embedded = self.verb == "transplant" and EMBED in self.layers
             object.__setattr__(self, "mode", "embeddings" if embedded else MODES[self.verb][0])
@@ -66,12 +72,12 @@ class Edit:
         """All that it says, as plain values."""
         donor = self.donor.digest if self.donor else None
         what = (self.verb, self.layers, self.where, donor, self.source, self.mode, self.head, self.seed)
-        return (*what, tuple(edit.work for edit in self.under))
+        return (*what, tuple(edit.work for edit in self.under), self.map.digest if self.map else None)
 
     @property
     def shape(self) -> tuple:
         """What edits have in common that one write can serve."""
-        return self.verb, self.mode, self.layers, self.head, len(self.where)
+        return self.verb, self.mode, self.layers, self.head, len(self.where), self.map.digest if self.map else None
 
     @property
     def run(self) -> Run | None:
@@ -107,6 +113,8 @@ class Edit:
         yield self.mode not in MODES.get(verb, ("",)), f"{verb} has no mode {self.mode!r}"
         yield self.mode == "layer" and bool(self.where), "a whole layer is removed at all positions"
         yield verb == "heads" and (self.head < 0 or len(self.layers) != 1), "heads takes one layer and one head"
+        yield (verb == "replace") != (self.map is not None), "replace, and nothing else, takes a map"
+        yield self.map is not None and self.map.layers != self.layers, "a map stands in for the layers it was made for"
         yield verb not in BY_HEAD and self.head != -1, f"{verb} takes no head"
         yield verb == "state" and self.head != -1 and self.mode != "recurrent", "only recurrent states have heads"
         yield min(self.layers, default=0) < EMBED, "layers count from 0"
@@ -147,7 +155,7 @@ class Cell:
     """What is done to which prompt, and what is read.
 
     The main edit is said in the cell's own fields (see `Edit`): `intervention`, its `layers`, `where`, `donor`, `source`,
-    `mode`, `head`, `seed`, and `under`, the edits of the donor's run. `also` are further edits of the same host. `truncate`
+    `mode`, `head`, `seed`, `under`, the edits of the donor's run, and `map`. `also` are further edits of the same host. `truncate`
     stops after its layer.
 
     `outcomes` names token ids: each becomes a true/false column, and `margin` is the logit of the first minus
@@ -172,6 +180,7 @@ class Cell:
     head: int = -1
     seed: int = -1
     under: tuple[Edit, ...] = ()
+    map: Projection | None = None
     also: tuple[Edit, ...] = ()
     outcomes: tuple[tuple[str, int], ...] = ()
     watch: tuple[tuple[int, int], ...] = ()
@@ -199,7 +208,7 @@ class Cell:
 
     @cached_property
     def _main(self) -> Edit:
-        said = (self.layers, self.where, self.donor, self.source, self.mode, self.head, self.seed, self.under)
+        said = (self.layers, self.where, self.donor, self.source, self.mode, self.head, self.seed, self.under, self.map)
         return Edit(self.intervention, *said)
 
     @cached_property
@@ -256,7 +265,7 @@ class Cell:
         for edit in self.also:
             yield edit.verb not in INTERVENTIONS or edit.verb in ("none", "truncate"), f"no further edit {edit.verb!r}"
             yield from edit.rules(self.host, self.path)
-        gone = {layer for edit in self.edits if edit.mode == "layer" for layer in edit.layers}
+        gone = {layer for edit in self.edits if edit.mode in ("layer", "layers") for layer in edit.layers}
         yield not gone.isdisjoint(layer for layer, _ in self.watch), "a removed layer has no attention to watch"
         touched = [(edit.verb, layer, edit.head) for edit in self.edits for layer in edit.layers]
         yield len({*touched}) != len(touched), "the same layer is edited twice in the same way"

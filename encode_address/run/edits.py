@@ -87,6 +87,23 @@ def pass_on(layer):
     return (layer.output == residual).all()
 
 
+def pass_through(layer, weight, bias):
+    """The decoder layer does not run: what enters it leaves it, plus a linear map of it."""
+    residual = layer.input
+    mapped = residual + residual @ weight.to(residual) + bias.to(residual)
+    layer.skip(mapped)
+    return (layer.output == mapped).all()
+
+
+def map_outputs(mixer, weight, bias):
+    """Every output := a linear map of what enters the mixer at that position."""
+    entering = mixer.input
+    mapped = entering @ weight.to(entering) + bias.to(entering)
+    output = mixer_output(mixer)
+    output[:] = mapped
+    return (mixer_output(mixer) == mapped).all()
+
+
 def zero_head(mixer, head, heads):
     """One head's output := zero."""
     remove_head(mixer, head, heads)

@@ -28,6 +28,7 @@ from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
 from encode_address.run.paths import PATHS
 from encode_address.run.plan import Plan, plan, without_continuation
+from encode_address.run.projection import Fitted, Projection, costs, fit
 from encode_address.run.store import Store
 from encode_address.tasks.text import Text
 
@@ -60,6 +61,7 @@ class Engine:
         self.planned_layer_tokens = self.floor_layer_tokens = 0
         self.limits = limits(model, batch_tokens)
         self._means: dict[int, torch.Tensor] | None = None
+        self._fitted: dict[str, dict[str, Fitted]] = {}
         self._warned = False
 
     @property
@@ -152,7 +154,9 @@ class Engine:
             chunks = self._mean_chunks()
             rows = max(1, self.limits.tokens // len(chunks[0]))
             shared = sum(map(len, chunks)) * self.depth, -(-len(chunks) // rows)
-        return plan(cells, self.depth, self.limits, done, shared, note)
+        maps = [e.map for c in cells if c.work not in done for _, e in c.every_edit if e.map is not None]
+        fits = costs([m for m in maps if m.data not in self._fitted], self.limits.tokens)
+        return plan(cells, self.depth, self.limits, done, (shared[0] + fits[0], shared[1] + fits[1]), note)
 
     def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:
         """Run a plan; when memory runs out, plan what is left with smaller batches."""
@@ -227,6 +231,12 @@ class Engine:
             self._means = {layer: (total / count).float() for layer, total in sums.items()}
         return self._means
 
+    def fitted(self, projection: Projection) -> Fitted:
+        """What stands in for replaced layers, fitted at first use and kept."""
+        if projection.data not in self._fitted:
+            self._fitted[projection.data] = fit(self, projection)
+        return self._fitted[projection.data][projection.kind]
+
     def _mean_chunks(self) -> list:
         if self.text is None:
             raise RunError("mean removal needs a text: pass --text")
@@ -253,10 +263,11 @@ class Engine:
 
     # -- rows --------------------------------------------------------------------
     def _rows(self, cells: Sequence[Cell], seen: dict[str, Any]) -> list[dict[str, Any]]:
+        maps = [next((edit.map for edit in cell.edits if edit.map is not None), None) for cell in cells]
+        rows: list[dict[str, Any]] = [{"map_r2": self.fitted(found).r2} if found else {} for found in maps]
         if "loss" in seen:
             columns = {name: values.tolist() for name, values in seen["loss"].items()}
-            return [dict(zip(columns, row)) for row in zip(*columns.values())]
-        rows: list[dict[str, Any]] = [{} for _ in cells]
+            return [row | dict(zip(columns, values)) for row, values in zip(rows, zip(*columns.values()))]
         if "answer" in seen:
             self._answers(rows, cells, {name: value.tolist() for name, value in seen["answer"].items()})
         attention = {layer: mass.tolist() for layer, mass in seen["attention"].items()}

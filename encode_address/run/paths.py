@@ -24,7 +24,9 @@ from encode_address.run.cells import FINAL, FULL, PATCHES, READ, Cell, Edit, Run
 from encode_address.run.edits import (
     apply_edits,
     enter,
+    map_outputs,
     pass_on,
+    pass_through,
     put_gate,
     put_inputs,
     put_key,
@@ -331,6 +333,11 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
     verb, head = first.verb, first.head
     if verb == "heads":
         return layer, "heads", zero_head, (head, model.heads_of(layer))
+    if verb == "replace":
+        maps = engine.fitted(first.map).maps
+        if first.mode == "mixers":
+            return layer, "output", map_outputs, maps[layer]
+        return (layer, "residual", pass_through, maps[layer]) if layer in maps else (layer, "residual", pass_on, ())
     if verb == "remove":
         if first.mode == "layer":
             return layer, "residual", pass_on, ()

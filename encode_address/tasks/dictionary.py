@@ -130,6 +130,11 @@ class Dictionary:
         return None
 
     @property
+    def pools(self) -> tuple[str, ...]:
+        """The pools of words that this model has."""
+        return tuple(self._lexicon.pools)
+
+    @property
     def configurations(self) -> tuple[tuple[int, int], ...]:
         return CONFIGURATIONS[self.size]
 
