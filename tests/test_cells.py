@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from encode_address.errors import RunError
 from encode_address.run.cells import EMBED, FINAL, FULL, INTERVENTIONS, PATCHES, READ, Cell, Edit, context_of
+from encode_address.run.projection import Projection
 from encode_address.tasks.prompts import Prompt
 
 
@@ -139,6 +140,7 @@ BASE = Cell(
     watch=((3, 0),),
     labels={"variant": "chat8", "block": "G1", "pair": 0},
 )
+REPLACED = {"intervention": "replace", "path": "", "layers": (2, 3, 4), "mode": "", "donor": None, "where": (), "source": (), "watch": ()}  # fmt: skip
 CHANGES = {
     "intervention": {"intervention": "key", "mode": ""},
     "host ids": {"host": dataclasses.replace(BASE.host, ids=(1, 2, 3, 5))},
@@ -167,6 +169,10 @@ CHANGES = {
     "two of them": {"also": (Edit("remove", (1,)), Edit("remove", (7,)))},
     "no measures": {"outcomes": (), "watch": ()},
     "text": {"outcomes": (), "watch": (), "text": True},
+    "a map": {**REPLACED, "map": Projection((2, 3, 4), "layers", (BASE.host,))},
+    "a map of mixers": {**REPLACED, "map": Projection((2, 3, 4), "mixers", (BASE.host,))},
+    "a constant": {**REPLACED, "map": Projection((2, 3, 4), "layers", (BASE.host,), "mean")},
+    "a map fitted on other prompts": {**REPLACED, "map": Projection((2, 3, 4), "layers", (BASE.donor,))},
     "what follows a position": {"outcomes": (), "watch": (), "text": True, "after": 1},
     "longer host": {
         "host": dataclasses.replace(BASE.host, ids=(1, 2, 3, 4, 5)),
