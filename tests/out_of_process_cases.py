@@ -38,7 +38,9 @@ from encode_address.run.edits import (
     _site,
     apply_edits,
     enter,
+    map_outputs,
     pass_on,
+    pass_through,
     put_gate,
     put_inputs,
     put_key,
@@ -335,6 +337,18 @@ def edits_of_what_enters(model, backend):
         (2, "input", put_inputs, (donor, places, rows)),
         (4, "residual", pass_on, ()),
         (last, "inside", put_value, (model.attention_op(last), values, places, rows)),
+    ]
+    return edited(model, backend, edits)
+
+
+@case(map_outputs, pass_through, writes=True)
+def maps_stand_in_for_layers(model, backend):
+    width = model.config.hidden_size
+    weight = torch.randn(width, width, generator=torch.Generator().manual_seed(8)) / width
+    first, *_, last = model.linear_layers
+    edits = [
+        (first, "output", map_outputs, (weight, torch.ones(width))),
+        (last, "residual", pass_through, (weight, torch.ones(width))),
     ]
     return edited(model, backend, edits)
 
