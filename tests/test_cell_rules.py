@@ -160,3 +160,12 @@ def test_a_mode_that_is_not_said_is_the_first_of_its_verb(verb, more, mode):
     assert cell.key(CONTEXT) == Cell(verb, HOST, **more, mode=mode).key(CONTEXT)
     modes = [other for other in MODES.get(verb, [""]) if other != "embeddings"]
     assert len({Cell(verb, HOST, **more, mode=other).work for other in modes}) == len(modes)
+
+
+def test_a_donor_that_is_patched_before_its_last_position_needs_the_full_path():
+    """The final path keeps the last position of donors' runs alone: it would write that at the earlier one."""
+    last, early = HOST.final, Edit("transplant", (0,), (0,), HOST, (0,))
+    given = {"layers": (2,), "where": last, "donor": HOST, "source": last, "under": (early,)}
+    assert Cell("transplant", HOST, **given).path == FULL
+    with pytest.raises(RunError, match=r"^a donor.s run is patched before its last position"):
+        Cell("transplant", HOST, FINAL, **given)

@@ -225,9 +225,14 @@ class Cell:
         reads = not self.outcomes and not self.text if self.intervention == "none" else self.exit is not None
         if reads and not self.also:
             return READ
-        if self.edits and self.exit is None and all(edit.at_the_end(self.host) for edit in self.edits):
+        if self.edits and self.exit is None and all(edit.at_the_end(self.host) for edit in self.edits) and self._late:
             return FINAL
         return FULL
+
+    @property
+    def _late(self) -> bool:
+        """Whether no run is patched from a donor before its last position: the final path keeps no other values."""
+        return all(edit.donor is None or edit.at_the_end(prompt) for prompt, edit in self.every_edit)
 
     def _validate(self) -> None:
         problem = next((text for wrong, text in self._rules() if wrong), "")
@@ -260,6 +265,10 @@ class Cell:
                 max((layer for edit in self.also for layer in edit.layers), default=EMBED) > self.exit,
                 ("an edit above the layer that the model stops at"),
             )
+        yield (
+            self.path == FINAL and all(edit.at_the_end(self.host) for edit in self.edits) and not self._late,
+            "a donor's run is patched before its last position: use the full path",
+        )
         if verb != "none" or self.where or self.donor is not None:
             yield from self._main.rules(self.host, self.path)
         for edit in self.also:
