@@ -6,6 +6,7 @@ pairs agree the bootstrap has no width, so Wilson's bound for n of n stands in.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +31,10 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def exp(self) -> Estimate:
+        """Of a difference of logarithms (losses per token): the ratio (of perplexities)."""
+        return Estimate(math.exp(self.value), self.n, math.exp(self.low), math.exp(self.high))
 
 
 NOTHING = Estimate(float("nan"), 0, float("nan"), float("nan"))

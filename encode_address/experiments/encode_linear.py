@@ -18,7 +18,6 @@ retrieval would be lost under "linear" as under "mean"; if any block could be re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -127,11 +126,12 @@ def perplexity_ratio(rows: pd.DataFrame, block: str, arm: str, unit: str) -> Est
     text = select(rows, experiment="encode-linear-text")
     plain, changed = select(text, intervention="none"), select(text, block=block, arm=arm, unit=unit)
     more = difference(per_pair(changed, "loss"), per_pair(plain, "loss"), unit=False)
-    return Estimate(math.exp(more.value), more.n, math.exp(more.low), math.exp(more.high))
+    return more.exp()
 
 
 def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
-    """Encode's whole layers must be replaceable (lower bound .8 of intact), the controls must not, nor must the Address."""
+    """Encode's whole layers must be replaceable (at most .2 of accuracy lost, upper bound), and not by a constant or a
+    shuffled map. How other blocks fare is said beside it and decides nothing."""
     intact = select(rows, experiment="baseline")
     if problem := incapable(intact, "correct"):
         return problem

@@ -18,7 +18,6 @@ If steering wrecked the model, or moved whatever it touched, these would be far 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -164,7 +163,7 @@ def perplexity_ratio(rows: pd.DataFrame, site: str, arm: str) -> Estimate:
     """How many times as perplexing the tokens after an edit are: exp of the mean difference of losses per token."""
     some = select(rows, arm=arm, site=site)
     value = difference(per_pair(some, "loss"), per_pair(some, "loss_without"), unit=False)
-    return Estimate(math.exp(value.value), value.n, math.exp(value.low), math.exp(value.high))
+    return value.exp()
 
 
 def kl(rows: pd.DataFrame, site: str, arm: str) -> Estimate:
