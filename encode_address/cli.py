@@ -1,4 +1,4 @@
-"""The command line: `encode-address find | run | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | run | compare | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ Seed = Annotated[int, typer.Option(help="seed of the dictionaries; 0 draws the p
 Quick = Annotated[bool, typer.Option("--quick", help="fewer pairs and chat8 only, unless given")]
 Pool = Annotated[str, typer.Option(help="word pool")]
 TextSource = Annotated[str | None, typer.Option(help="text for perplexity and means: a file, wikitext-2-v1 or bundled")]
+Data = Annotated[
+    str | None, typer.Option(help="MMLU for removal-mmlu: a folder with test and dev, or a file; default: the hub's")
+]
 BatchTokens = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="tokens of one trace at most; default: from free memory")
 ]
@@ -89,6 +92,7 @@ def run(
     quick: Quick = False,
     pool: Pool = "A",
     text: TextSource = None,
+    data: Data = None,
     device: Device = None,
     dtype: Dtype = None,
     revision: Revision = None,
@@ -108,7 +112,7 @@ def run(
         raise EncodeAddressError("say which experiment and which model: encode-address run transplant --model tiny-gdn")
     lab.named(experiment)  # before a model is loaded
     loaded = load(model, device=device, dtype=dtype, revision=revision)
-    options = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "out": out}
+    options = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "data": data, "out": out}
     options |= {"variants": variants.split(",") if variants else None, "batch_tokens": batch_tokens, "fresh": fresh}
     if dry_run:
         return typer.echo(lab.dry_run(experiment, loaded, **options))
@@ -144,6 +148,27 @@ def show(
     from encode_address.show import show as screens
 
     typer.echo("\n\n".join(screens(folder)))
+
+
+@app.command()
+def compare(
+    folder: Annotated[
+        Path, typer.Argument(help="a results folder of one model or experiment, or one that holds several")
+    ],
+    more: Annotated[list[Path] | None, typer.Argument(help="with --seeds: folders of other seeds")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="K", help="spread of every rate over K seeds of dictionaries")
+    ] = None,
+) -> None:
+    """Put results beside the published numbers, and their shapes beside the paper's; write DIR/compare.csv."""
+    from encode_address.compare import as_text, write
+    from encode_address.compare import compare as beside
+
+    if more and seeds is None:
+        raise EncodeAddressError("further folders are for --seeds K")
+    frame = beside(folder, *(more or ()), seeds=seeds)
+    typer.echo(as_text(frame))
+    typer.echo(f"\n{write(frame, folder)}")
 
 
 @app.command()

@@ -7,6 +7,8 @@ An experiment is a module of `encode_address.experiments` with
     VARIANTS           where they are not chat8, list8 and rev8
     NEEDS_CIRCUIT      whether `find` must have said what the circuit is
     ADAPTIVE           whether later cells depend on results
+    CIRCUIT_OF         the variant whose circuit is asked about, where its own variants have none
+    task(model, variant, data)     what it asks, where that is not the dictionary; `data` is a file or folder
     steps(setting)     a generator of lists of cells, or of readings (`run.reading`), which is sent the table of each: where
                        ADAPTIVE, what comes later may depend on it
     conclude(rows, setting) -> Conclusion     what the rows of one variant say
@@ -83,6 +85,7 @@ def experiment(
     quick: bool = False,
     text: str | None = None,
     pool: str = "A",
+    data: str | None = None,
     out: str | Path = "results",
     batch_tokens: int | None = None,
     fresh: bool = False,
@@ -96,9 +99,10 @@ def experiment(
     """
     module, folder = named(name), Path(out) / model.slug / name
     started = time.monotonic()
-    settings, options = _settings(module, model, variants, n, seed, quick, text, pool)
-    known = _circuits(model, settings, out, options["text"], batch_tokens) if module.NEEDS_CIRCUIT else {}
-    settings = [setting.within(known.get(setting.variant)) for setting in settings]
+    settings, options = _settings(module, model, variants, n, seed, quick, text, pool, data)
+    about = [circuit_of(module, setting) for setting in settings]
+    known = _circuits(model, about, seed, pool, out, text, batch_tokens) if module.NEEDS_CIRCUIT else {}
+    settings = [setting.within(known.get(variant)) for setting, variant in zip(settings, about)]
     with Store(folder, fresh=fresh) as store:
         job = Job(model, settings[0].text, store, batch_tokens)
         for setting in settings:
@@ -143,14 +147,15 @@ def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kw
     batch_tokens, fresh = kwargs.pop("batch_tokens", None), kwargs.pop("fresh", False)
     settings, _ = _settings(module, model, *args, **kwargs)
     lines = []
-    known = _stored_circuits(model, settings, out) if module.NEEDS_CIRCUIT else {}
+    about = [circuit_of(module, setting) for setting in settings]
+    known = _stored_circuits(model, about, out) if module.NEEDS_CIRCUIT else {}
     if module.NEEDS_CIRCUIT and known is None:
         lines.append("  the circuit is not known yet: a quick `find` comes first, and says which cells follow")
     else:
         cells: list[Cell] = []
         readings: list[Reading] = []
-        for setting in settings:
-            steps = module.steps(setting.within(known.get(setting.variant)))  # none without an Address
+        for setting, variant in zip(settings, about):
+            steps = module.steps(setting.within(known.get(variant)))  # none without an Address
             for step in islice(steps, 1) if module.ADAPTIVE else steps:
                 if isinstance(step, Reading):
                     readings.append(step)
@@ -186,41 +191,50 @@ def _settings(
     quick: bool = False,
     text: str | None = None,
     pool: str = "A",
+    data: str | None = None,
 ) -> tuple[list[Setting], dict[str, Any]]:
-    chosen = (
-        [variants]
-        if isinstance(variants, str)
-        else list(variants or (["chat8"] if quick else getattr(module, "VARIANTS", VARIANTS)))
-    )
+    own = list(getattr(module, "VARIANTS", VARIANTS))
+    chosen = [variants] if isinstance(variants, str) else list(variants or (own[:1] if quick else own))
     pairs = n if n is not None else module.QUICK_N if quick else module.N
     if pairs < 2:
         raise TaskError("an experiment needs n of 2 or more")
     source = text_source(text, bundled=model.folder is not None)
-    settings = [
-        Setting(model, variant, dictionary(model, variant, source, pool), pairs, seed, source) for variant in chosen
-    ]
-    return settings, {"variants": chosen, "n": pairs, "seed": seed, "pool": pool, "text": source.name}
+    made = getattr(module, "task", None)
+    if data is not None and made is None:
+        raise TaskError("--data is what removal-mmlu asks; this experiment asks dictionaries")
+    tasks = [made(model, v, data) if made else dictionary(model, v, source, pool) for v in chosen]
+    settings = [Setting(model, v, task, pairs, seed, source) for v, task in zip(chosen, tasks)]
+    asked = {"variants": chosen, "n": pairs, "seed": seed, "pool": pool, "text": source.name}
+    return settings, asked | ({"data": settings[0].task.pool} if made else {})
 
 
-def _stored_circuits(model: Any, settings: Sequence[Setting], out: str | Path) -> dict[str, Circuit] | None:
+def circuit_of(module: ModuleType, setting: Setting) -> str:
+    """The variant whose circuit a setting is about."""
+    return getattr(module, "CIRCUIT_OF", setting.variant)
+
+
+def _stored_circuits(model: Any, variants: Sequence[str], out: str | Path) -> dict[str, Circuit] | None:
     """The circuit of each variant, from the verdict that `find` stored, if it has all of them."""
     path = Path(out) / model.slug / "verdict.json"
     if not path.is_file():
         return None
     content = json.loads(path.read_text())
     known = {name: Circuit.of(v) for name, v in (content.get("variants") or {}).items()}
-    return known if all(setting.variant in known for setting in settings) else None
+    return known if all(variant in known for variant in variants) else None
 
 
 def _circuits(
-    model: Any, settings: Sequence[Setting], out: str | Path, text: str, batch_tokens: int | None
+    model: Any,
+    variants: Sequence[str],
+    seed: int,
+    pool: str,
+    out: str | Path,
+    text: str | None,
+    batch_tokens: int | None,
 ) -> dict[str, Circuit]:
-    known = _stored_circuits(model, settings, out)
+    known = _stored_circuits(model, variants, out)
     if known is None:
-        variants, first = [setting.variant for setting in settings], settings[0]
-        source = None if text.startswith("bundled") else text
-        main_job.find(
-            model, variants, main_job.QUICK_N, first.seed, source, first.task.pool, out, batch_tokens=batch_tokens
-        )
-        known = _stored_circuits(model, settings, out)
+        asked = list(dict.fromkeys(variants))
+        main_job.find(model, asked, main_job.QUICK_N, seed, text, pool, out, batch_tokens=batch_tokens)
+        known = _stored_circuits(model, variants, out)
     return known or {}

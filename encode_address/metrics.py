@@ -12,13 +12,14 @@ from encode_address.stats import Estimate, estimate, per_pair
 FACTORS = [
     "experiment", "variant", "split", "intervention", "mode", "block", "layers", "position", "donor", "swap",
     "reader", "path", "without", "ablation", "query_from", "key_from", "arm", "site", "unit",
-    "kept_set", "kept_layers", "removal", "cut", "role", "source", "mark",
+    "kept_set", "kept_layers", "removal", "cut", "role", "source", "mark", "part", "layer", "head",
 ]  # fmt: skip
 ATTENDED = ["target", "host_index", "donor_index"]  # columns that name an entry of the dictionary
 MEASURES = [
     "accuracy", "choice_accuracy", "gap", "redirected", "kept", "carried", "host_value_of_key_A",
     "host_value_at_index_j", "donor_value", "host_answer_kept", "loss", "loss_without", "kl",
     "effective_rank", "numerical_rank", "significant_rank", "top_share", "map_r2",
+    "restored", "floor_correct", "shuffled_correct", "log_decay",
 ]  # fmt: skip
 
 

@@ -177,12 +177,14 @@ from encode_address.figures import (  # noqa: E402  they use what is above
     pruning,
     query_key,
     removal,
+    routes,
     scaling,
     state,
     state_rank,
     steer,
     transplant,
     upstream,
+    writers,
 )
 
 DRAWN = {
@@ -199,5 +201,7 @@ DRAWN = {
     "steer": steer,
     "encode-linear": encode_linear,
     "minimal": minimal,
+    "writers": writers,
+    "routes": routes,
     "state-rank": state_rank,
 }

@@ -9,18 +9,22 @@ from encode_address.experiments import (
     query_key,
     readers,
     removal,
+    removal_mmlu,
+    routes,
     scaling,
     state,
     state_rank,
     steer,
     transplant,
     upstream,
+    writers,
 )
 
 # What `encode-address run` knows, in the paper's order; it names only what works.
 EXPERIMENTS = {
     "pruning": pruning,
     "removal": removal,
+    "removal-mmlu": removal_mmlu,
     "transplant": transplant,
     "query-key": query_key,
     "state": state,
@@ -30,6 +34,8 @@ EXPERIMENTS = {
     "steer": steer,
     "encode-linear": encode_linear,
     "minimal": minimal,
+    "writers": writers,
+    "routes": routes,
     "state-rank": state_rank,
 }
 
@@ -43,10 +49,13 @@ __all__ = [
     "query_key",
     "readers",
     "removal",
+    "removal_mmlu",
+    "routes",
     "scaling",
     "state",
     "state_rank",
     "steer",
     "transplant",
     "upstream",
+    "writers",
 ]
