@@ -10,7 +10,7 @@ run: $(STAMP)
 	$(BIN)/encode-address find --model tiny-gdn --model tiny-mamba2 --out results
 
 test: $(STAMP) lint
-	$(BIN)/pytest -m "not full" --durations=10
+	$(BIN)/pytest -m "not full" --numprocesses 2 --dist loadfile --durations=10
 
 test-full: $(STAMP) lint
 	$(BIN)/pytest --durations=20

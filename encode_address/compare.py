@@ -30,7 +30,7 @@ import pandas as pd
 
 from encode_address import metrics
 from encode_address.errors import EncodeAddressError
-from encode_address.experiments import encode, encode_linear, pruning, query_key, state, upstream
+from encode_address.experiments import encode, encode_linear, pruning, query_key, state, upstream, writers
 from encode_address.experiments.base import Circuit, incapable
 from encode_address.metrics import select
 from encode_address.models.layout import Layout
@@ -192,6 +192,10 @@ def _encode_linear(rows: pd.DataFrame, row: pd.Series) -> Estimate:
     return encode_linear.kept(rows, row["unit"], encode_linear.LINEAR, "layers") if whole else NOTHING
 
 
+def _writers(rows: pd.DataFrame, row: pd.Series) -> Estimate:
+    return writers.recovered(rows, row["unit"], row["position"]) if row["condition"] == "output" else NOTHING
+
+
 OURS: dict[str, Callable[[pd.DataFrame, pd.Series], Estimate]] = {
     "removal": _removal,
     "removal-mmlu": _removal,
@@ -203,6 +207,7 @@ OURS: dict[str, Callable[[pd.DataFrame, pd.Series], Estimate]] = {
     "upstream": lambda rows, row: upstream.redirected(select(rows, block=row["unit"]), row["condition"].removeprefix("without ")),
     "pruning": _pruning,
     "scaling": _scaling,
+    "writers": _writers,
 }  # fmt: skip
 
 
