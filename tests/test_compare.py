@@ -11,7 +11,9 @@ import pandas as pd
 import pytest
 
 import encode_address as ea
-from encode_address.compare import KEY, SHARES, as_text, beside, compare, matched, published, write
+from encode_address.compare import as_text, compare, write
+from encode_address.compare.numbers import SHARES, beside
+from encode_address.compare.published import KEY, matched, published
 from encode_address.errors import EncodeAddressError, StoreError
 from encode_address.experiments import EXPERIMENTS
 from encode_address.stats import Estimate
