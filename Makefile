@@ -4,10 +4,15 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: run test test-full lint clean
+# What every experiment says of the bundled models, as docs/results.md.
+.PHONY: run results test test-full lint clean
 
 run: $(STAMP)
 	$(BIN)/encode-address find --model tiny-gdn --model tiny-mamba2 --out results
+
+results: $(STAMP)
+	$(BIN)/encode-address paper results --model tiny-gdn --model tiny-mamba2
+	cp results/results.md docs/results.md
 
 test: $(STAMP) lint
 	$(BIN)/pytest -m "not full" --numprocesses 2 --dist loadfile --durations=10

@@ -1,4 +1,4 @@
-"""The command line: `encode-address find | run | compare | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | run | paper | compare | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ Pool = Annotated[str, typer.Option(help="word pool")]
 TextSource = Annotated[str | None, typer.Option(help="text for perplexity and means: a file, wikitext-2-v1 or bundled")]
 Data = Annotated[
     str | None, typer.Option(help="MMLU for removal-mmlu: a folder with test and dev, or a file; default: the hub's")
+]
+Knowledge = Annotated[
+    bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval (extra `eval`)")
+]
+Normalisation = Annotated[
+    str | None, typer.Option(help="pruning: own (default: each variant's chance) or paper (1/8, none below 0)")
 ]
 BatchTokens = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="tokens of one trace at most; default: from free memory")
@@ -65,7 +71,7 @@ def find(
     if not dry_run and len(model) > 1 and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu":
         options = {"variants": ",".join(chosen), "n": pairs, "seed": seed, "pool": pool, "text": text, "out": out}
         options |= {"batch-tokens": batch_tokens, "fresh": fresh}
-        return side_by_side(model, {**options, "device": device, "dtype": dtype, "revision": revision})
+        return side_by_side(["find"], model, {**options, "device": device, "dtype": dtype, "revision": revision})
     for name in model:
         loaded = load(name, device=device, dtype=dtype, revision=revision)
         asked = (loaded, chosen, pairs, seed, text, pool, out)
@@ -93,6 +99,8 @@ def run(
     pool: Pool = "A",
     text: TextSource = None,
     data: Data = None,
+    knowledge: Knowledge = None,
+    normalisation: Normalisation = None,
     device: Device = None,
     dtype: Dtype = None,
     revision: Revision = None,
@@ -110,9 +118,11 @@ def run(
         return typer.echo(lab.listing())
     if experiment is None or model is None:
         raise EncodeAddressError("say which experiment and which model: encode-address run transplant --model tiny-gdn")
-    lab.named(experiment)  # before a model is loaded
+    own = {"data": data, "knowledge": knowledge, "normalisation": normalisation}
+    own = {option: value for option, value in own.items() if value is not None}
+    lab.options_of(experiment, own)  # before a model is loaded
     loaded = load(model, device=device, dtype=dtype, revision=revision)
-    options = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "data": data, "out": out}
+    options = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "out": out, **own}
     options |= {"variants": variants.split(",") if variants else None, "batch_tokens": batch_tokens, "fresh": fresh}
     if dry_run:
         return typer.echo(lab.dry_run(experiment, loaded, **options))
@@ -148,6 +158,51 @@ def show(
     from encode_address.show import show as screens
 
     typer.echo("\n\n".join(screens(folder)))
+
+
+@app.command()
+def paper(
+    folder: Annotated[Path, typer.Argument(help="results, figures and tables go here")],
+    model: Annotated[
+        list[str] | None, typer.Option(help="run what is missing of it; without, only figures and tables are made")
+    ] = None,
+    n: Pairs = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    pool: Pool = "A",
+    text: TextSource = None,
+    data: Data = None,
+    knowledge: Knowledge = None,
+    normalisation: Normalisation = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    batch_tokens: BatchTokens = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run or resume every experiment on every model; write every figure and table of the paper, and results.md."""
+    from encode_address import paper as whole
+    from encode_address.models.loading import BUNDLED, load, pick_device
+    from encode_address.processes import side_by_side
+
+    asked = {"n": n, "seed": seed, "quick": quick, "pool": pool, "text": text, "data": data}
+    asked |= {"knowledge": knowledge, "normalisation": normalisation}
+    models = model or []
+    if not dry_run and len(models) > 1 and set(models) <= set(BUNDLED) and pick_device(device).type == "cpu":
+        options = {**asked, "batch-tokens": batch_tokens, "device": device, "dtype": dtype, "revision": revision}
+        side_by_side(["paper", str(folder)], models, options)
+        models = []  # they have run
+    for name in models:
+        loaded = load(name, device=device, dtype=dtype, revision=revision)
+        if dry_run:
+            typer.echo(whole.dry_run(loaded, folder, batch_tokens=batch_tokens, **asked))
+            continue
+        for experiment, why in whole.run(loaded, folder, batch_tokens=batch_tokens, **asked).items():
+            typer.echo(f"{name} {experiment}: not run: {why}")
+    if not dry_run:
+        written = whole.write(folder)
+        pictures = sum(path.suffix == ".png" for path in written["figures"])
+        typer.echo(f"{pictures} figures, {len(written['tables'])} files of tables; {folder / 'results.md'}")
 
 
 @app.command()

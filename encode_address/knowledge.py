@@ -7,7 +7,8 @@ each answer scored by its log-likelihood after the question; `accuracy` is its m
 
     (x(L) - c) / (x(last) - c):   0 at chance, 1 for the full model.
 
-Where this rises with retrieval, the jump of the pruning curve is not one of retrieval. Bundled models know no English: for them,
+`encode-address run pruning --knowledge` has its rows. Where this rises with retrieval, the jump of the pruning curve is not one of
+retrieval. Bundled models know no English: for them,
 and without the hub, the language-model score of `experiments.pruning` stands in, and the two are never mixed in one curve.
 """
 

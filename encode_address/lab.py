@@ -8,10 +8,15 @@ An experiment is a module of `encode_address.experiments` with
     NEEDS_CIRCUIT      whether `find` must have said what the circuit is
     ADAPTIVE           whether later cells depend on results
     CIRCUIT_OF         the variant whose circuit is asked about, where its own variants have none
-    task(model, variant, data)     what it asks, where that is not the dictionary; `data` is a file or folder
+    OPTIONS            what only it can be told: name -> the values that it may have, its default first; () is any, default None.
+                       `setting.options` has them, the verdict and the manifest say them
+    task(model, variant, **options)     what it asks, where that is not the dictionary
+    common(setting)    a list of cells' lists or readings that belong to no variant and run after them; made before anything
+                       runs, so that what is missing is said at once
     steps(setting)     a generator of lists of cells, or of readings (`run.reading`), which is sent the table of each: where
                        ADAPTIVE, what comes later may depend on it
     conclude(rows, setting) -> Conclusion     what the rows of one variant say
+    overall(rows, setting) -> dict     figures of all variants together; `setting` is that of any of them
 
 This module draws the prompts, runs the cells, and writes table, summary, verdict and manifest.
 """
@@ -20,10 +25,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,6 +74,21 @@ def named(name: str) -> ModuleType:
     return EXPERIMENTS[name]
 
 
+def options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an experiment: those `given` (None: not given), the others' defaults. Raises NameNotFound for an option that
+    it does not know, TaskError for a value that the option cannot have."""
+    known: Mapping[str, Sequence[Any]] = getattr(named(name), "OPTIONS", {})
+    given = {option: value for option, value in given.items() if value is not None}
+    for option, value in given.items():
+        if option not in known:
+            others = [other for other, module in EXPERIMENTS.items() if option in getattr(module, "OPTIONS", {})]
+            says = f"it is one of {', '.join(others)}" if others else "no experiment has"
+            raise NameNotFound(f"{name} has no option {option!r}: {says}")
+        if known[option] and value not in known[option]:
+            raise TaskError(f"{option} {value!r} of {name}: use {' or '.join(map(str, known[option]))}")
+    return {option: next(iter(values), None) for option, values in known.items()} | given
+
+
 def listing() -> str:
     """A line per experiment: its name, its section of the paper, what it asks."""
     width = max(map(len, EXPERIMENTS))
@@ -85,21 +105,22 @@ def experiment(
     quick: bool = False,
     text: str | None = None,
     pool: str = "A",
-    data: str | None = None,
     out: str | Path = "results",
     batch_tokens: int | None = None,
     fresh: bool = False,
+    **options: Any,
 ) -> Result:
     """Run the experiment `name` on `model` and write OUT/<model>/<name>/.
 
     Defaults are the paper's: chat8, list8 and rev8, n = 100 pairs; `quick` takes chat8 alone and fewer pairs. An
     interrupted run continues where it was; `fresh` forgets it. Experiments about a circuit take it from the stored
-    verdict of `find`, which runs first, on few pairs, where there is none.
+    verdict of `find`, which runs first, on few pairs, where there is none. `options` are those of this experiment alone.
     Raises EncodeAddressError subclasses for anything a user can mend.
     """
     module, folder = named(name), Path(out) / model.slug / name
     started = time.monotonic()
-    settings, options = _settings(module, model, variants, n, seed, quick, text, pool, data)
+    settings, asked = _settings(name, model, variants, n, seed, quick, text, pool, **options)
+    common = _common(module, settings)
     about = [circuit_of(module, setting) for setting in settings]
     known = _circuits(model, about, seed, pool, out, text, batch_tokens) if module.NEEDS_CIRCUIT else {}
     settings = [setting.within(known.get(variant)) for setting, variant in zip(settings, about)]
@@ -110,6 +131,8 @@ def experiment(
             with suppress(StopIteration):
                 while True:
                     rows = job.run(f"{name} {setting.variant}", steps.send(rows))
+        for work in common:
+            job.run(name, work)
         table = job.table()
         table = table.drop_duplicates("key", ignore_index=True)  # variants share what belongs to none of them
         conclusions = {s.variant: module.conclude(_of(table, s.variant), s) for s in settings}
@@ -126,11 +149,13 @@ def experiment(
                     s.variant: {**conclusions[s.variant].as_dict(), **(s.circuit.as_dict() if s.circuit else {})}
                     for s in settings
                 },
+                **({"overall": module.overall(table, settings[0])} if hasattr(module, "overall") else {}),
+                **({"options": settings[0].options} if settings[0].options else {}),
                 "versions": versions(),
                 **main_job.facts(model),
             },
             "manifest__json": {
-                "command": {"experiment": name, **options},
+                "command": {"experiment": name, **asked},
                 **job.engine.facts(),
                 "git": git_revision(),
                 "rows": len(table),
@@ -145,7 +170,8 @@ def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kw
     """What `experiment` with these arguments costs from nothing, as far as that does not depend on results."""
     module = named(name)
     batch_tokens, fresh = kwargs.pop("batch_tokens", None), kwargs.pop("fresh", False)
-    settings, _ = _settings(module, model, *args, **kwargs)
+    settings, _ = _settings(name, model, *args, **kwargs)
+    common = _common(module, settings)
     lines = []
     about = [circuit_of(module, setting) for setting in settings]
     known = _stored_circuits(model, about, out) if module.NEEDS_CIRCUIT else {}
@@ -154,20 +180,20 @@ def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kw
     else:
         cells: list[Cell] = []
         readings: list[Reading] = []
-        for setting, variant in zip(settings, about):
-            steps = module.steps(setting.within(known.get(variant)))  # none without an Address
-            for step in islice(steps, 1) if module.ADAPTIVE else steps:
-                if isinstance(step, Reading):
-                    readings.append(step)
-                else:
-                    cells += step
+        steps = [module.steps(setting.within(known.get(variant))) for setting, variant in zip(settings, about)]
+        for step in chain(*(islice(one, 1) if module.ADAPTIVE else one for one in steps), common):
+            if isinstance(step, Reading):
+                readings.append(step)
+            else:
+                cells += step  # none without an Address
         if cells or not readings:
             lines.append(f"{model.name} {name}: {Job(model, settings[0].text, None, batch_tokens).engine.plan(cells)}")
         if readings:
             readings = list({reading.key(""): reading for reading in readings}.values())
-            tokens = sum(reading.tokens for reading in readings)
+            tokens, open_ = sum(reading.tokens for reading in readings), sum(not reading.tokens for reading in readings)
             lines.append(
                 f"{model.name} {name}: {len(readings)} readings of the model as it is, {tokens:,} tokens of forward"
+                f"{f' without {open_} of them, whose size is not known beforehand' if open_ else ''}"
             )
         if module.ADAPTIVE:
             lines.append("  what follows from these results comes on top")
@@ -182,8 +208,13 @@ def _of(table: pd.DataFrame, variant: str) -> pd.DataFrame:
     return table[(table["variant"] == variant) | table["variant"].isna()]
 
 
+def _common(module: ModuleType, settings: Sequence[Setting]) -> list[list[Cell] | Reading]:
+    """The work that belongs to no variant. Raises what the experiment raises where something is missing for it."""
+    return module.common(settings[0]) if hasattr(module, "common") else []
+
+
 def _settings(
-    module: ModuleType,
+    name: str,
     model: Any,
     variants: Sequence[str] | str | None = None,
     n: int | None = None,
@@ -191,8 +222,9 @@ def _settings(
     quick: bool = False,
     text: str | None = None,
     pool: str = "A",
-    data: str | None = None,
+    **given: Any,
 ) -> tuple[list[Setting], dict[str, Any]]:
+    module, options = named(name), options_of(name, given)
     own = list(getattr(module, "VARIANTS", VARIANTS))
     chosen = [variants] if isinstance(variants, str) else list(variants or (own[:1] if quick else own))
     pairs = n if n is not None else module.QUICK_N if quick else module.N
@@ -200,12 +232,10 @@ def _settings(
         raise TaskError("an experiment needs n of 2 or more")
     source = text_source(text, bundled=model.folder is not None)
     made = getattr(module, "task", None)
-    if data is not None and made is None:
-        raise TaskError("--data is what removal-mmlu asks; this experiment asks dictionaries")
-    tasks = [made(model, v, data) if made else dictionary(model, v, source, pool) for v in chosen]
-    settings = [Setting(model, v, task, pairs, seed, source) for v, task in zip(chosen, tasks)]
-    asked = {"variants": chosen, "n": pairs, "seed": seed, "pool": pool, "text": source.name}
-    return settings, asked | ({"data": settings[0].task.pool} if made else {})
+    tasks = [made(model, v, **options) if made else dictionary(model, v, source, pool) for v in chosen]
+    settings = [Setting(model, v, task, pairs, seed, source, options=options) for v, task in zip(chosen, tasks)]
+    asked = {"variants": chosen, "n": pairs, "seed": seed, "pool": tasks[0].pool if made else pool, "text": source.name}
+    return settings, asked | options
 
 
 def circuit_of(module: ModuleType, setting: Setting) -> str:

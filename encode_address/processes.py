@@ -16,10 +16,10 @@ import typer
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-def side_by_side(models: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Run `encode-address find` for each model in its own process, as many at once as there are cores.
+def side_by_side(command: Sequence[str], models: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Run `encode-address COMMAND --model M` for each model in its own process, as many at once as there are cores.
 
-    `options` are those of `find`, by name: None stands for one that was not given, True and False for a flag.
+    `options` are those of the command, by name: None stands for one that was not given, True and False for a flag.
     Screens are printed in the order of `models`. A model's error stands on stderr as its own process printed it,
     and makes this command exit with that code once the others have finished. Ctrl-C ends them all.
     """
@@ -27,27 +27,26 @@ def side_by_side(models: Sequence[str], options: Mapping[str, Any]) -> None:
     given += ["--debug"] if "--debug" in sys.argv else []
     waiting, code = list(models), 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    running: list[subprocess.Popen] = []
+    running: list[tuple[str, subprocess.Popen]] = []
     said = {"", None}
     try:
         while waiting or running:
             while waiting and len(running) < cores:
-                command = [sys.executable, "-m", "encode_address.cli", "find", "--model", waiting.pop(0), *given]
-                running.append(_start(command))
-            first = running[0]
+                model = waiting.pop(0)
+                words = [sys.executable, "-m", "encode_address.cli", *command, "--model", model, *given]
+                running.append((model, _start(words)))
+            model, first = running[0]
             screen, complaint = first.communicate()
             running.pop(0)
             typer.echo(screen, nl=False)
             if first.returncode < 0:
-                complaint = (
-                    f"error: the process of {first.args[5]} was ended by signal {-first.returncode}; run again\n"
-                )
+                complaint = f"error: the process of {model} was ended by signal {-first.returncode}; run again\n"
             if complaint not in said:  # what is wrong with an option is wrong for every model
                 typer.echo(complaint, err=True, nl=False)
                 said.add(complaint)
             code = code or (first.returncode if first.returncode >= 0 else 2)
     except KeyboardInterrupt:
-        for process in running:
+        for _, process in running:
             process.kill()  # what it finished is kept
         raise
     if code:

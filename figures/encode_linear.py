@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from encode_address import figures, metrics
 from encode_address.experiments.encode_linear import LINEAR, MEAN, SHUFFLED, TEXT_ONLY, kept, perplexity_ratio
-from encode_address.figures.bars import Series, Slot, draw_bars
+from encode_address.figures.bars import Series, Slot, draw_bars, draw_landmarks
 
 COLOURS = {LINEAR: figures.BLUE, TEXT_ONLY: figures.SKY, SHUFFLED: figures.ORANGE, MEAN: figures.GREY}
 
@@ -37,13 +37,12 @@ def _figure(rows: pd.DataFrame, text: pd.DataFrame, view: dict[str, Any], varian
     if own.empty:
         return None
     blocks = sorted(own["block"].unique(), key=lambda name: int(name[1:]))
-    roles = {name: role.capitalize() for role in ("encode", "address") for name in view.get(role) or []}
-    slots = [Slot(name, i, i, (name, roles.get(name, ""))) for i, name in enumerate(blocks)]
+    slots = [Slot(name, i, i, (name, "")) for i, name in enumerate(blocks)]
     width = min(7.0, max(3.4, 1.0 + 0.5 * len(blocks)))
     figure, (top, bottom) = figures.panels(width, 2, 1.1, above=0.36, between=0.55, below=0.5, right=0.2, sharex=False)
     arms = COLOURS.items()
     series = [Series(arm, colour, [kept(rows, name, arm, "layers") for name in blocks]) for arm, colour in arms]
-    draw_bars(top, slots, series, "accuracy", legend_at=3)
+    draw_bars(top, slots, series, "accuracy", legend_at=12)
     series = [
         Series(arm, colour, [perplexity_ratio(text, name, arm, "layers") for name in blocks]) for arm, colour in arms
     ]
@@ -52,9 +51,10 @@ def _figure(rows: pd.DataFrame, text: pd.DataFrame, view: dict[str, Any], varian
         bottom.get_legend().remove()
     bottom.set_yscale("log")
     bottom.set_ylim(0.8, None)
+    draw_landmarks([top, bottom], slots, view)
     bottom.axhline(1, color=figures.DARK, linestyle=(0, (3, 3)), linewidth=0.8)
     model = f"{rows['model'].iloc[0]}, " if "model" in rows else ""
-    bottom.set_xlabel(f"block whose layers a map replaces ({model}{variant}, n = {own['pair'].nunique()} pairs)")
+    bottom.set_xlabel(f"replaced block ({model}{variant}, n = {own['pair'].nunique()} pairs)")
     for axes, letter in ((top, "a"), (bottom, "b")):
         axes.text(-0.02, 1.04, f"({letter})", transform=axes.transAxes, ha="right", va="bottom", weight="bold")
     return figure

@@ -3,18 +3,21 @@
     python figures/removal.py RESULTS_DIR
 
 One figure per variant. (a) Accuracy after a block's outputs are set to zero, to their mean over a text, or to those of
-another prompt; a dashed line is the intact model. (b) The same, zero, at the dictionary's, the question's or the last
-token only. (c) Each layer alone, linear or softmax: zero. (d) Perplexity on text without each block, over the intact one.
-Bars have 95 % intervals over prompt pairs.
+another prompt; a dashed line is the intact model. (b) The reader head's attention from the last token on the asked entry, on clean
+prompts, where a reader was watched. (c) Accuracy, zero, at the dictionary's, the question's or the last token only. (d) Each
+layer alone, linear or softmax: zero. (e) Perplexity on text without each block, over the intact one. Bars have 95 % intervals over
+prompt pairs, or over text chunks.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from encode_address import figures, metrics
 from encode_address.figures.bars import Series, Slot, draw_bars, draw_landmarks, slots_of
@@ -37,23 +40,14 @@ def draw(table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path) -> l
 
 
 def _figure(rows: pd.DataFrame, text: pd.DataFrame, view: dict[str, Any], variant: str):
-    removed = metrics.select(rows, experiment="removal")
-    zero = metrics.select(removed, mode="zero")
+    removed, baseline = metrics.select(rows, experiment="removal"), metrics.select(rows, experiment="baseline")
+    zero, everywhere = metrics.select(removed, mode="zero"), metrics.select(removed, position="all")
     if not len(zero) or not set(PLACES) <= set(zero["position"]):
         return None
-    intact = metrics.accuracy(metrics.select(rows, experiment="baseline")).value
+    intact, reader = metrics.accuracy(baseline).value, figures.reader(view, baseline, "target")
     blocks, layers = slots_of(zero, zero, view), _layers(zero)
-    width = min(7.0, max(3.4, 1.0 + 0.27 * max(len(blocks) + 1, len(layers))))
-    panels = 4 if len(text) else 3
-    figure, axes = figures.panels(width, panels, 0.95, above=0.36, between=0.5, below=0.4, right=0.36, sharex=False)
-    everywhere = metrics.select(removed, position="all")
     ways = [
-        Series(
-            name,
-            colour,
-            [_accuracy(metrics.select(everywhere, **how), slot) for slot in blocks],
-            intact if name == "zero" else None,
-        )
+        Series(name, colour, [_accuracy(metrics.select(everywhere, **how), slot) for slot in blocks])
         for name, (how, colour) in WAYS.items()
     ]
     places = [
@@ -61,24 +55,54 @@ def _figure(rows: pd.DataFrame, text: pd.DataFrame, view: dict[str, Any], varian
         for place, colour in PLACES.items()
     ]
     alone = [_accuracy(metrics.select(zero, position="all"), slot) for slot in layers]
-    draw_bars(axes[0], blocks, ways, "accuracy", legend_at=12)
-    draw_landmarks(axes[:1], blocks, {**view, "readers": []})
-    draw_bars(axes[1], blocks, places, "accuracy", legend_at=1)
-    draw_bars(axes[2], layers, [Series("single layers", figures.BLUE, alone, intact)], "accuracy", legend_at=1)
+    drawn = [(blocks, [replace(ways[0], intact=intact), *ways[1:]], "accuracy")]
+    if reader:
+        drawn.append((blocks, _attended(baseline, everywhere, blocks, reader), f"L{reader[0]}H{reader[1]} attention"))
+    drawn += [
+        (blocks, places, "accuracy"),
+        (layers, [Series("single layers", figures.BLUE, alone, intact)], "accuracy"),
+    ]
     if len(text):
-        draw_bars(
-            axes[3],
-            blocks,
-            [Series("on text", figures.GREEN, _ratios(text, blocks))],
-            "ppl ÷ intact",
-            legend_at=1,
+        drawn.append((blocks, [Series("on text", figures.GREEN, _ratios(text, blocks))], "ppl ÷ intact"))
+    width = min(7.0, max(3.4, 1.0 + 0.27 * max(len(blocks) + 1, len(layers))))
+    figure, axes = figures.panels(width, len(drawn), 0.95, above=0.36, between=0.5, below=0.4, right=0.36, sharex=False)
+    for i, (one, (slots, series, label)) in enumerate(zip(axes, drawn)):
+        draw_bars(one, slots, series, label, legend_at=1 if i else 12)
+        one.text(-0.02, 1.04, f"({'abcde'[i]})", transform=one.transAxes, ha="right", va="bottom", weight="bold")
+    draw_landmarks(axes[:1], blocks, {**view, "readers": []})
+    if len(text):
+        axes[-1].set_yscale("log")
+        axes[-1].set_ylim(0.9, None)
+        top = axes[-1].get_ylim()[1]
+        axes[-1].yaxis.set_major_locator(
+            MaxNLocator(3) if top < 3 else LogLocator(subs=(1, 2, 5) if top < 30 else (1,))
         )
-        axes[3].set_yscale("log")
-        axes[3].set_ylim(0.9, None)
+        axes[-1].yaxis.set_major_formatter("{x:g}")
+        axes[-1].yaxis.set_minor_formatter(NullFormatter())
     axes[-1].set_xlabel(f"{rows['model'].iloc[0]}, {variant}, n = {zero['pair'].nunique()} pairs")
-    for one, letter in zip(axes, "abcd"):
-        one.text(-0.02, 1.04, f"({letter})", transform=one.transAxes, ha="right", va="bottom", weight="bold")
     return figure
+
+
+def _attended(
+    baseline: pd.DataFrame, removed: pd.DataFrame, slots: list[Slot], reader: tuple[int, int]
+) -> list[Series]:
+    """The reader's attention on the asked entry of clean prompts, without each block; blocks that were not watched have none."""
+
+    def mean(rows: pd.DataFrame) -> Estimate:
+        rows = metrics.select(rows, form="clean")
+        return estimate(metrics.attention(rows, reader, "target"), rows["pair"])
+
+    intact = mean(baseline).value
+    return [
+        Series(
+            name,
+            colour,
+            [mean(metrics.select(removed, **how, block=slot.name)) for slot in slots],
+            intact if name == "zero" else None,
+        )
+        for name, (how, colour) in WAYS.items()
+        if name != "resampled"
+    ]
 
 
 def _layers(zero: pd.DataFrame) -> list[Slot]:

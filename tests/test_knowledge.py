@@ -136,8 +136,8 @@ class Harness:
         }
 
 
-@pytest.fixture
-def harness(monkeypatch) -> Harness:
+def pretend(monkeypatch) -> Harness:
+    """Put a harness where the package lm-eval would be."""
     made = Harness()
     parts = {
         "lm_eval": {"simple_evaluate": made.simple_evaluate},
@@ -151,6 +151,11 @@ def harness(monkeypatch) -> Harness:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(knowledge, "version", lambda name: "0.4.13")
     return made
+
+
+@pytest.fixture
+def harness(monkeypatch) -> Harness:
+    return pretend(monkeypatch)
 
 
 def test_each_truncated_model_is_asked_as_in_the_paper(harness):

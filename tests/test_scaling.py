@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import encode_address as ea
 from encode_address import figures
@@ -155,6 +156,85 @@ def test_the_way_in_a_network_built_for_it(way, shares):
     assert {arm: kept[arm].value for arm in shares} == pytest.approx(shares, abs=0.02)
     said = path_of({**kept, "payload": sure(0.0)} if way == "attention" else kept)
     assert said == {"direct": "direct", "linear": "via linear", "attention": "via attention (query)"}[way]
+
+
+# -- a lookup that is handed on, built by hand ----------------------------------------------------------------------
+WORDS = [tiny.VOCAB[word] for word in tiny.KEYS + tiny.VALUES]
+OWN, BACK, FOUND, ALWAYS, VALUE, OTHER = (
+    0,
+    80,
+    160,
+    240,
+    241,
+    242,
+)  # where the stream (256) holds what; a word is one of 80 axes
+PLAIN, HEAD = 8, 128  # axes of a query from here on carry no position; its size
+
+
+def handing(what: int) -> torch.nn.Module:
+    """llalallal. At every token G0 (L0) writes the word two tokens before it: the key at a value, the asked key at the end. L2 looks
+    for the value whose key is the asked one, and hands on its own word (OWN: the answer) or its key (BACK). L7 attends to the word that
+    was handed on. All else is silent."""
+    rotary = {**tiny.qwen_settings()["rope_parameters"], "partial_rotary_factor": PLAIN / HEAD}
+    sizes = {"hidden_size": 256, "head_dim": HEAD, "rope_parameters": rotary, "tie_word_embeddings": False}
+    sizes |= {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "linear_value_head_dim": len(WORDS)}
+    axes = range(len(WORDS))
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        module = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**tiny.qwen_settings(**sizes))).float().eval()
+        embed = module.model.embed_tokens.weight.zero_()
+        embed[:, ALWAYS], embed[:, OTHER] = 1, 2**0.5  # all tokens are equally long, so that norms scale them alike
+        for axis, word in enumerate(WORDS):
+            embed[word, OTHER], embed[word, OWN + axis] = 0, 1
+            embed[word, VALUE if axis >= len(tiny.KEYS) else OTHER] = 1
+        for layer in module.model.layers:
+            layer.mlp.down_proj.weight.zero_()
+            mixer = getattr(layer, "linear_attn", None) or layer.self_attn
+            (getattr(mixer, "out_proj", None) or mixer.o_proj).weight.zero_()
+        first = module.model.layers[0].linear_attn  # it forgets at once, so the output is the value of its own step
+        for weights in (first.in_proj_qkv, first.in_proj_z, first.in_proj_b, first.in_proj_a, first.conv1d):
+            weights.weight.zero_()
+        first.A_log.fill_(1.0), first.dt_bias.fill_(10.0), first.norm.weight.fill_(1.0)
+        start = 2 * first.key_dim
+        first.in_proj_qkv.weight[:start, ALWAYS], first.conv1d.weight[:start, 0, 3] = 1, 1
+        first.conv1d.weight[start:, 0, 1] = 1  # of four taps, the one two tokens back
+        first.in_proj_z.weight[:, ALWAYS], first.in_proj_b.weight[:, ALWAYS] = 1, 1
+        for axis in axes:
+            first.in_proj_qkv.weight[start + axis, OWN + axis] = 1
+            first.out_proj.weight[BACK + axis, axis] = 1 / 80  # about one
+        look(module.model.layers[2].self_attn, BACK, BACK, what)
+        look(module.model.layers[7].self_attn, FOUND, OWN, None)
+    return module
+
+
+def look(mixer: torch.nn.Module, asked: int, offered: int, handed: int | None) -> None:
+    """All heads alike: the query is the word that the stream holds at `asked`, the key the word at `offered`; where that is BACK, tokens
+    that are values count more, as the question's end has the asked key there too. The first head writes the word at `handed` to FOUND."""
+    for project in (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj):
+        project.weight.zero_(), project.bias.zero_()
+    mixer.q_norm.weight.fill_(5.0), mixer.k_norm.weight.zero_()  # sharp: a match counts 68
+    query, key = (
+        mixer.q_proj.weight.view(tiny.HEADS, 2, HEAD, -1)[:, 0],
+        mixer.k_proj.weight.view(tiny.KV_HEADS, HEAD, -1),
+    )
+    value, out = mixer.v_proj.weight.view(tiny.KV_HEADS, HEAD, -1), mixer.o_proj.weight.view(-1, tiny.HEADS, HEAD)
+    for axis in range(len(WORDS)):
+        query[:, PLAIN + axis, asked + axis] = key[:, PLAIN + axis, offered + axis] = 1
+        if handed is not None:
+            value[:, axis, handed + axis], out[FOUND + axis, 0, axis] = 1, 1
+    if offered == BACK:
+        query[:, -1, ALWAYS] = key[:, -1, VALUE] = 1
+
+
+@pytest.mark.parametrize(("what", "payload", "way"), [(OWN, 1, "payload"), (BACK, 0, "query")])
+def test_what_an_earlier_reader_hands_on_is_told_apart(what, payload, way):
+    """The later reader gets the answer (payload) or the key (query), and the rule says so of the arms that were run."""
+    items = tiny.questions(8)
+    model = ea.load(handing(what), tokenizer=tiny.toy_tokenizer())
+    kept = run_chain(model, items, lent(items))
+    shares = {"softmax held": 0, "linear held": 1, "both held": 0, "earlier alone": 1, "payload": payload}
+    assert {arm: share.value for arm, share in kept.items()} == pytest.approx(shares, abs=0.02)
+    assert path_of(kept) == f"via attention ({way})"
 
 
 # -- against the oracle ---------------------------------------------------------------------------------------------

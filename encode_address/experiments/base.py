@@ -69,6 +69,7 @@ class Setting:
     seed: int
     text: Text
     circuit: Circuit | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # those of this experiment alone, by name
 
     @property
     def layout(self) -> Layout:

@@ -3,7 +3,9 @@
 m^L(x, p) is the output of layer L's mixer at position p of prompt x, (d_model,). For L in a unit, m^L(x, p) := 0, or := its
 mean over a text ("mean"), or := that of another prompt of the same length ("resampled"), at all positions, or only at the
 dictionary's, the question's or the last. MLPs, norms and the other layers are recomputed. Units are blocks, single layers,
-single heads, and named sets; with mode "layer" the whole decoder layers pass on what enters them, MLPs and all.
+single heads, and named sets; with mode "layer" the whole decoder layers pass on what enters them, MLPs and all. Where a block or a set
+is removed at all positions, and in the intact model, the circuit's reader heads are watched: their attention from the last position
+on the asked entry.
 
 Zeroing the first layer wrecks any model, so removal alone proves nothing about retrieval: the loss on a text stands beside
 every row. If the Address were not needed, its removal would cost what the removal of any other block costs.
@@ -17,12 +19,12 @@ from typing import Any
 import pandas as pd
 
 from encode_address.experiments import baseline
-from encode_address.experiments.base import Conclusion, Heads, Setting, incapable, swap_cell
-from encode_address.metrics import accuracy, perplexity, select
+from encode_address.experiments.base import Circuit, Conclusion, Heads, Setting, incapable, swap_cell
+from encode_address.metrics import accuracy, attention, gap, heads, perplexity, select
 from encode_address.models.layout import Layout
 from encode_address.rule import REMOVAL_DROP
 from encode_address.run.cells import Cell
-from encode_address.stats import difference, per_pair
+from encode_address.stats import difference, estimate, per_pair
 from encode_address.tasks import Prompt, Swap
 
 SUMMARY = "removal: which blocks, layers and heads retrieval needs, and what their removal costs on text"
@@ -150,12 +152,13 @@ def steps(setting: Setting) -> Iterator[list[Cell]]:
     model, layout, text = setting.model, setting.layout, setting.text
     labels = {**setting.labels, "split": "confirmation"}
     swaps = setting.task.swaps(setting.n, setting.seed)
-    units, sets = blocks(layout), named_sets(layout, setting.circuit.address if setting.circuit else ())
+    circuit = setting.circuit or Circuit()
+    units, sets, watch = blocks(layout), named_sets(layout, circuit.address), circuit.readers
     single = [(f"L{layer}", (layer,)) for layer in range(len(layout.kinds))]
     chunks = text.chunks(model.tokenizer, "test", n=text.count)
-    plan = baseline.cells(swaps, (), labels)
+    plan = baseline.cells(swaps, watch, labels)
     for mode in ("zero", "mean"):
-        plan += cells(swaps, units + sets, mode, (), labels)
+        plan += cells(swaps, units + sets, mode, watch, labels)
     plan += cells(swaps, units, "layer", (), labels) + cells(swaps, single, "zero", (), labels)
     for position in POSITIONS[1:]:
         plan += cells(swaps, units, "zero", (), labels, position)
@@ -173,23 +176,43 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
         return problem
     text = select(rows, experiment="text")
     plain = perplexity(select(text, intervention="none")["loss"])
-    said, needed, spared = {}, [], []
+    figures: dict[str, Any] = {"intact": shares(intact)}
+    said, needs = [], {}
     for block in setting.layout.blocks:
         removed = select(rows, experiment="removal", block=block.name, mode="zero", position="all")
-        drop = difference(per_pair(intact, "correct"), per_pair(removed, "correct"))
         ratio = perplexity(select(text, block=block.name, mode="zero")["loss"]) / plain
-        said[block.name] = f"accuracy {accuracy(removed)}, perplexity x {ratio:.3g}"
-        if drop.low >= REMOVAL_DROP:
-            needed.append(block.name)
-        elif drop.high < REMOVAL_DROP:
-            spared.append(block.name)
-    why = "; ".join(f"without {name} {figures}" for name, figures in said.items())
-    address = setting.circuit.address if setting.circuit else ()
-    if not address:
-        return Conclusion("undecided", f"no Address is known to ask about; {why}", said)
-    name = "+".join(address)
-    if all(block in needed for block in address):
-        return Conclusion("holds", f"retrieval needs {name}: {why}", said)
-    if all(block in spared for block in address):
-        return Conclusion("does not hold", f"retrieval survives without {name}: {why}", said)
-    return Conclusion("undecided", why, said)
+        figures[block.name] = {**shares(removed), "perplexity": f"x {ratio:.3g}"}
+        said.append(f"without {block.name} accuracy {accuracy(removed)}, perplexity x {ratio:.3g}")
+        needs[block.name] = needed(intact, removed, "correct")
+    return about_the_address("retrieval", needs, setting.circuit, "; ".join(said), figures)
+
+
+def shares(rows: pd.DataFrame) -> dict[str, str]:
+    """Accuracy, logit gap, and each watched head's attention on the asked entry, of the clean prompts as in the paper."""
+    gaps, clean = gap(rows), select(rows, form="clean")
+    seen = {f"attention of L{head[0]}H{head[1]}": attention(clean, head, "target") for head in heads(clean)}
+    return {
+        "accuracy": str(accuracy(rows)),
+        "gap": str(estimate(gaps, gaps.index.to_series())),
+        **{name: str(estimate(masses, clean["pair"])) for name, masses in seen.items()},
+    }
+
+
+def needed(intact: pd.DataFrame, removed: pd.DataFrame, column: str) -> bool | None:
+    """Whether `column`, a share, falls by half or more without what was removed, paired; None: the interval does not say."""
+    drop = difference(per_pair(intact, column), per_pair(removed, column))
+    return True if drop.low >= REMOVAL_DROP else False if drop.high < REMOVAL_DROP else None
+
+
+def about_the_address(
+    task: str, needs: Mapping[str, bool | None], circuit: Circuit | None, why: str, figures: Mapping[str, Any]
+) -> Conclusion:
+    """Holds where `task` needs every block of the Address, does not where it needs none; `needs` is what `needed` says, by block."""
+    if not (circuit and circuit.address):
+        return Conclusion("undecided", f"no Address is known to ask about; {why}", figures)
+    name, own = "+".join(circuit.address), [needs[block] for block in circuit.address]
+    if all(own):
+        return Conclusion("holds", f"{task} needs {name}: {why}", figures)
+    if all(need is False for need in own):
+        return Conclusion("does not hold", f"{task} survives without {name}: {why}", figures)
+    return Conclusion("undecided", why, figures)

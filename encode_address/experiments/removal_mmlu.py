@@ -24,9 +24,8 @@ import pandas as pd
 from encode_address.experiments import baseline, removal
 from encode_address.experiments.base import Conclusion, Setting, run_cells
 from encode_address.metrics import accuracy, perplexity, select
-from encode_address.rule import REMOVAL_DROP
 from encode_address.run.cells import Cell
-from encode_address.stats import Estimate, difference, estimate, per_pair, wilson
+from encode_address.stats import Estimate, estimate, wilson
 from encode_address.tasks import Swap
 from encode_address.tasks.mmlu import MMLU, mmlu_source
 
@@ -35,6 +34,7 @@ PAPER, N, QUICK_N = "3.2", 200, 24
 NEEDS_CIRCUIT, ADAPTIVE = True, True
 VARIANTS = ("mmlu5", "mmlu_hint5")
 CIRCUIT_OF = "chat8"  # whose Address is asked about
+OPTIONS = {"data": ()}  # a file or folder; None: the hub's
 NAME = "removal-mmlu"
 LUCK = 1 / 16  # the share of pairs that guessing solves at most: sum over t != d of p_t p_d / 12
 
@@ -85,28 +85,16 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     own, text = select(own, split="confirmation"), select(rows, experiment="text")
     intact, plain = select(own, intervention="none"), perplexity(select(text, intervention="none")["loss"])
     figures: dict[str, Any] = {"kept": str(share), "luck": f"{LUCK / share.value:.2f} of these at most"}
-    needed, spared = [], []
+    needs = {}
     for block in setting.layout.blocks:
         removed = select(own, block=block.name, mode="zero")
         choice = estimate(removed["choice_correct"], removed["pair"])
         ratio = perplexity(select(text, block=block.name, mode="zero")["loss"]) / plain
         figures[block.name] = f"choice {choice}, accuracy {accuracy(removed)}, perplexity x {ratio:.3g}"
-        drop = difference(per_pair(intact, "choice_correct"), per_pair(removed, "choice_correct"))
-        if drop.low >= REMOVAL_DROP:
-            needed.append(block.name)
-        elif drop.high < REMOVAL_DROP:
-            spared.append(block.name)
+        needs[block.name] = removal.needed(intact, removed, "choice_correct")
     blocks = "; ".join(f"without {b.name} {figures[b.name]}" for b in setting.layout.blocks)
     why = f"{beginning}, up to {LUCK / share.value:.2f} of these by luck, n = {intact['pair'].nunique()}; {blocks}"
-    address = setting.circuit.address if setting.circuit else ()
-    if not address:
-        return Conclusion("undecided", f"no Address is known to ask about; {why}", figures)
-    name = "+".join(address)
-    if all(block in needed for block in address):
-        return Conclusion("holds", f"MMLU needs {name}: {why}", figures)
-    if all(block in spared for block in address):
-        return Conclusion("does not hold", f"MMLU survives without {name}: {why}", figures)
-    return Conclusion("undecided", why, figures)
+    return removal.about_the_address("MMLU", needs, setting.circuit, why, figures)
 
 
 def share_kept(rows: pd.DataFrame) -> Estimate:
