@@ -158,7 +158,8 @@ def test_a_mode_that_is_not_said_is_the_first_of_its_verb(verb, more, mode):
     cell = Cell(verb, HOST, **more)
     assert cell.mode == cell.columns()["mode"] == mode
     assert cell.key(CONTEXT) == Cell(verb, HOST, **more, mode=mode).key(CONTEXT)
-    modes = [other for other in MODES.get(verb, [""]) if other != "embeddings"]
+    elsewhere = ("embeddings", "given")  # what they ask of a cell is not what the others ask
+    modes = [other for other in MODES.get(verb, [""]) if other not in elsewhere]
     assert len({Cell(verb, HOST, **more, mode=other).work for other in modes}) == len(modes)
 
 

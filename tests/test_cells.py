@@ -3,11 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encode_address.errors import RunError
 from encode_address.run.cells import EMBED, FINAL, FULL, INTERVENTIONS, PATCHES, READ, Cell, Edit, context_of
+from encode_address.run.given import Given
 from encode_address.run.projection import Projection
 from encode_address.tasks.prompts import Prompt
 
@@ -140,6 +142,8 @@ BASE = Cell(
     watch=((3, 0),),
     labels={"variant": "chat8", "block": "G1", "pair": 0},
 )
+ROWS = torch.ones(1, 4)
+GIVEN = Given({layer: ROWS for layer in BASE.layers})
 REPLACED = {"intervention": "replace", "path": "", "layers": (2, 3, 4), "mode": "", "donor": None, "where": (), "source": (), "watch": ()}  # fmt: skip
 CHANGES = {
     "intervention": {"intervention": "key", "mode": ""},
@@ -173,6 +177,8 @@ CHANGES = {
     "a map of mixers": {**REPLACED, "map": Projection((2, 3, 4), "mixers", (BASE.host,))},
     "a constant": {**REPLACED, "map": Projection((2, 3, 4), "layers", (BASE.host,), "mean")},
     "a map fitted on other prompts": {**REPLACED, "map": Projection((2, 3, 4), "layers", (BASE.donor,))},
+    "given values": {"donor": None, "source": (), "mode": "given", "given": GIVEN},
+    "other given values": {"donor": None, "source": (), "mode": "given", "given": Given({2: -ROWS, 4: ROWS, 5: ROWS})},
     "what follows a position": {"outcomes": (), "watch": (), "text": True, "after": 1},
     "longer host": {
         "host": dataclasses.replace(BASE.host, ids=(1, 2, 3, 4, 5)),

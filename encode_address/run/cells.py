@@ -11,7 +11,8 @@ from typing import Any
 
 from encode_address.errors import RunError
 from encode_address.models.layout import layer_span
-from encode_address.run.projection import UNITS, Projection
+from encode_address.run.given import Given
+from encode_address.run.projection import UNITS, StandIn
 from encode_address.tasks.prompts import Prompt, equal_length
 
 INTERVENTIONS = (
@@ -30,7 +31,7 @@ ON_PATH = {
 }
 MODES = {  # how a verb is done; the first is what it means when nothing is said
     "remove": ("zero", "mean", "layer"),  # layer: the whole decoder layer passes on what enters it
-    "transplant": ("outputs", "embeddings", "random"),
+    "transplant": ("outputs", "embeddings", "random", "given"),
     "state": ("recurrent", "conv", "both"),
     "heads": ("zero",),
     "replace": UNITS,
@@ -44,7 +45,8 @@ class Edit:
     """One intervention on a prompt: `verb` at the mixers of `layers`.
 
     `where` are the patched positions (none: all of them, for `remove`), `source` those of the `donor` that values are
-    taken from; a state is always the one before the last token. `under` are edits of the donor's own run: its values
+    taken from; a state is always the one before the last token. Instead of a donor, a transplant may have `given` values, of
+    another model or of a map: a row for each of `where`. `under` are edits of the donor's own run: its values
     are then those that it has under these. `mode` refines the verb (see MODES), `head` narrows it to one head. `map` is what
     stands in for replaced layers.
     """
@@ -58,11 +60,14 @@ class Edit:
     head: int = -1
     seed: int = -1
     under: tuple[Edit, ...] = ()
-    map: Projection | None = None
+    map: StandIn | None = None
+    given: Given | None = None
 
     def __post_init__(self) -> None:
         if self.map is not None:
             object.__setattr__(self, "mode", self.map.unit)
+        if self.given is not None and not self.mode:
+            object.__setattr__(self, "mode", "given")
         if not self.mode and self.verb in MODES:
             embedded = self.verb == "transplant" and EMBED in self.layers
             object.__setattr__(self, "mode", "embeddings" if embedded else MODES[self.verb][0])
@@ -72,7 +77,8 @@ class Edit:
         """All that it says, as plain values."""
         donor = self.donor.digest if self.donor else None
         what = (self.verb, self.layers, self.where, donor, self.source, self.mode, self.head, self.seed)
-        return (*what, tuple(edit.work for edit in self.under), self.map.digest if self.map else None)
+        given = (self.given.digest,) if self.given else ()
+        return (*what, tuple(edit.work for edit in self.under), self.map.digest if self.map else None, *given)
 
     @property
     def shape(self) -> tuple:
@@ -90,7 +96,7 @@ class Edit:
         return (
             self.verb in ON_PATH[FINAL]
             and self.where == host.final
-            and (self.source == host.final or not patched)
+            and (self.source == host.final or not patched or self.given is not None)
             and EMBED not in self.layers
             and len(host) > 1
         )
@@ -102,10 +108,19 @@ class Edit:
         yield verb not in ON_PATH[path], f"the {path} path does not run {verb}"
         yield path == FINAL and length < 2, "the final path needs prompts of two tokens or more"
         yield path == FINAL and not self.at_the_end(host), "the final path edits the last position only"
-        yield patches and (self.donor is None or not self.where), f"{verb} needs a donor, and positions"
+        given = self.given is not None
+        yield (self.mode == "given") != given, "given values are those of a transplant, and of the mode given"
+        yield given and (self.donor is not None or bool(self.source)), "given values have no donor and no source"
+        if given:
+            yield {*self.given.values} != {*self.layers}, "given values are those of the layers that are patched"
+            yield self.given.positions != len(self.where), "given values are a row for each patched position"
+        yield patches and (not (given or self.donor) or not self.where), f"{verb} needs a donor, and positions"
         yield not patches and bool(self.donor is not None or self.source), f"{verb} takes no donor"
         yield verb not in ("remove", *PATCHES, "state") and bool(places), f"{verb} takes no positions"
-        yield patches and len(self.where) != len(self.source), "where and source must be equally many positions"
+        yield (
+            patches and not given and len(self.where) != len(self.source),
+            "where and source must be equally many positions",
+        )
         yield not all(0 <= p < length for p in places), f"a position is outside the prompt of {length} tokens"
         yield len({*self.where}) != len(self.where) or len({*self.layers}) != len(self.layers), "named twice"
         yield verb in SAME_POSITION and self.where != self.source, f"{verb} keeps its position: where and source"
@@ -155,7 +170,7 @@ class Cell:
     """What is done to which prompt, and what is read.
 
     The main edit is said in the cell's own fields (see `Edit`): `intervention`, its `layers`, `where`, `donor`, `source`,
-    `mode`, `head`, `seed`, `under`, the edits of the donor's run, and `map`. `also` are further edits of the same host. `truncate`
+    `mode`, `head`, `seed`, `under`, the edits of the donor's run, `map`, and `given`. `also` are further edits of the same host. `truncate`
     stops after its layer.
 
     `outcomes` names token ids: each becomes a true/false column, and `margin` is the logit of the first minus
@@ -180,7 +195,8 @@ class Cell:
     head: int = -1
     seed: int = -1
     under: tuple[Edit, ...] = ()
-    map: Projection | None = None
+    map: StandIn | None = None
+    given: Given | None = None
     also: tuple[Edit, ...] = ()
     outcomes: tuple[tuple[str, int], ...] = ()
     watch: tuple[tuple[int, int], ...] = ()
@@ -209,7 +225,7 @@ class Cell:
     @cached_property
     def _main(self) -> Edit:
         said = (self.layers, self.where, self.donor, self.source, self.mode, self.head, self.seed, self.under, self.map)
-        return Edit(self.intervention, *said)
+        return Edit(self.intervention, *said, self.given)
 
     @cached_property
     def edits(self) -> tuple[Edit, ...]:
@@ -269,7 +285,7 @@ class Cell:
             self.path == FINAL and all(edit.at_the_end(self.host) for edit in self.edits) and not self._late,
             "a donor's run is patched before its last position: use the full path",
         )
-        if verb != "none" or self.where or self.donor is not None:
+        if verb != "none" or self.where or self.donor is not None or self.given is not None:
             yield from self._main.rules(self.host, self.path)
         for edit in self.also:
             yield edit.verb not in INTERVENTIONS or edit.verb in ("none", "truncate"), f"no further edit {edit.verb!r}"
@@ -330,7 +346,7 @@ class Cell:
             "seed": self.seed,
             "path": self.path,
             "prompt": self.host.digest,
-            "donor_prompt": self.donor.digest if self.donor else "",
+            "donor_prompt": self.donor.digest if self.donor else self.given.digest if self.given else "",
         }
 
     @cached_property

@@ -28,7 +28,7 @@ from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
 from encode_address.run.paths import PATHS
 from encode_address.run.plan import Plan, plan, without_continuation
-from encode_address.run.projection import Fitted, Projection, costs, fit
+from encode_address.run.projection import StandIn, costs
 from encode_address.run.store import Store
 from encode_address.tasks.text import Text
 
@@ -61,7 +61,7 @@ class Engine:
         self.planned_layer_tokens = self.floor_layer_tokens = 0
         self.limits = limits(model, batch_tokens)
         self._means: dict[int, torch.Tensor] | None = None
-        self._fitted: dict[str, dict[str, Fitted]] = {}
+        self._fitted: dict[str, dict[Any, Any]] = {}
         self._warned = False
 
     @property
@@ -155,7 +155,7 @@ class Engine:
             rows = max(1, self.limits.tokens // len(chunks[0]))
             shared = sum(map(len, chunks)) * self.depth, -(-len(chunks) // rows)
         maps = [e.map for c in cells if c.work not in done for _, e in c.every_edit if e.map is not None]
-        fits = costs([m for m in maps if m.data not in self._fitted], self.limits.tokens)
+        fits = costs(maps, self.limits.tokens, self._fitted)
         return plan(cells, self.depth, self.limits, done, (shared[0] + fits[0], shared[1] + fits[1]), note)
 
     def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:
@@ -231,11 +231,11 @@ class Engine:
             self._means = {layer: (total / count).float() for layer, total in sums.items()}
         return self._means
 
-    def fitted(self, projection: Projection) -> Fitted:
-        """What stands in for replaced layers, fitted at first use and kept."""
-        if projection.data not in self._fitted:
-            self._fitted[projection.data] = fit(self, projection)
-        return self._fitted[projection.data][projection.kind]
+    def fitted(self, standing: StandIn) -> Any:
+        """What stands in for replaced layers, fitted at first use and kept: its `columns`, and what it does (`write`)."""
+        if standing.data not in self._fitted:
+            self._fitted[standing.data] = standing.fit(self)
+        return self._fitted[standing.data][standing.kind]
 
     def _mean_chunks(self) -> list:
         if self.text is None:
@@ -263,8 +263,10 @@ class Engine:
 
     # -- rows --------------------------------------------------------------------
     def _rows(self, cells: Sequence[Cell], seen: dict[str, Any]) -> list[dict[str, Any]]:
-        maps = [next((edit.map for edit in cell.edits if edit.map is not None), None) for cell in cells]
-        rows: list[dict[str, Any]] = [{"map_r2": self.fitted(found).r2} if found else {} for found in maps]
+        maps = [[edit.map for edit in cell.edits if edit.map is not None] for cell in cells]
+        rows: list[dict[str, Any]] = [
+            dict(self.fitted(max(found, key=lambda one: one.layers)).columns) if found else {} for found in maps
+        ]
         if "loss" in seen:
             columns = {name: values.tolist() for name, values in seen["loss"].items()}
             return [row | dict(zip(columns, values)) for row, values in zip(rows, zip(*columns.values()))]

@@ -19,30 +19,14 @@ import torch
 from encode_address import measure
 from encode_address.errors import RunError
 from encode_address.interventions import entry_attention, read_cache, truncated_logits, write_cache, write_state_head
-from encode_address.run.batch import asked, entries_of, ids_of, noisy, watched
-from encode_address.run.cells import FINAL, FULL, PATCHES, READ, Cell, Edit, Run
-from encode_address.run.edits import (
-    apply_edits,
-    enter,
-    map_outputs,
-    pass_on,
-    pass_through,
-    put_gate,
-    put_inputs,
-    put_key,
-    put_outputs,
-    put_query,
-    put_value,
-    set_value,
-    state_stands,
-    zero_head,
-)
+from encode_address.run.batch import asked, entries_of, ids_of, watched
+from encode_address.run.cells import FINAL, FULL, READ, Cell, Edit, Run
+from encode_address.run.edits import apply_edits, enter, state_stands
 from encode_address.run.plan import Bundle, hosts_of
-from encode_address.tasks.prompts import Prompt
+from encode_address.run.writes import ATTENTION, SITES, Sources, Writes, attention_calls, writes
 
 SEEN_OF_STATE = 64  # numbers of each swapped state that are compared with the donor's where the mixer reads it
 Seen = dict[str, Any]
-Edits = list[tuple[tuple, list[Edit]]]  # a write for `apply_edits`, and the edits that it serves
 
 
 # -- final -----------------------------------------------------------------------------
@@ -107,13 +91,13 @@ def _continue(engine: Any, cells: Sequence[Cell], prefixes: Prefixes, own: Sourc
         if head != -1:
             donors = prefixes.saved[layer]["recurrent"][taken.to(model.device), head]
             write_state_head(prefixes.cache, layer, head, which.to(model.device), donors)
-    plan = _edits(engine, [(cell.host, cell.edits) for cell in cells], own, short=True)
+    plan = writes(engine, [(cell.host, cell.edits) for cell in cells], own, short=True)
     for layer, name, head, which, taken, some in swaps:
         state = prefixes.saved[layer][name]
         state = state if head == -1 else state[:, head]
         expected = state.flatten(1)[:, :SEEN_OF_STATE][taken.to(model.device)]
         plan.append(((layer, "state", state_stands, (layer, name, head, expected, which)), some))
-    edits, watch = [edit for edit, _ in plan], _ops(model, watched(cells))
+    edits, watch = [edit for edit, _ in plan], attention_calls(model, watched(cells))
     entries, tokens = entries_of(hosts) if watch else None, asked(cells)
     engine.count(len(cells))
     with torch.no_grad(), model.lm.trace(**inputs) as tracer:
@@ -163,7 +147,7 @@ def _entry(engine: Any, bundle: Bundle) -> tuple[dict, dict]:
         return {}, {}
     model, layers = engine.model, engine.model.layers
     starts, top = bundle.starts, bundle.starts[-1]
-    watch = _ops(model, [layer for layer in watched(bundle.cells) if layer < top])
+    watch = attention_calls(model, [layer for layer in watched(bundle.cells) if layer < top])
     residual, attention = {i: [] for i in starts}, {i: [] for i in watch}
     rows = engine.limits.rows(FULL, bundle.length)
     for start in range(0, len(bundle.entered), rows):
@@ -191,9 +175,9 @@ def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: Sources, res
     ids, start = ids_of([cell.host for cell in cells]), cells[0].start if bundle.entered else 0
     rows = torch.tensor([residual["row"][cell.host.digest] for cell in cells]) if start else None
     entering = residual[start][rows.to(model.device)] if start else None
-    plan = _edits(engine, [(cell.host, cell.edits) for cell in cells], own, short=False)
+    plan = writes(engine, [(cell.host, cell.edits) for cell in cells], own, short=False)
     edits = [edit for edit, _ in plan]
-    watch = _ops(model, [layer for layer in watched(cells) if layer >= start])
+    watch = attention_calls(model, [layer for layer in watched(cells) if layer >= start])
     entries = entries_of([cell.host for cell in cells]) if watch else None
     end = cells[0].end or len(layers)
     engine.count(ids.numel() * cells[0].rows, end - start)
@@ -217,7 +201,7 @@ def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: Sources, res
     return seen
 
 
-def _text(engine: Any, cells: Sequence[Cell], plan: Edits, start: int, entering: torch.Tensor | None) -> Seen:
+def _text(engine: Any, cells: Sequence[Cell], plan: Writes, start: int, entering: torch.Tensor | None) -> Seen:
     """The loss on texts. Cells that ask for what comes `after` have a second row each, which is not edited."""
     model, layers, embed, each = engine.model, engine.model.layers, engine.model.embed, cells[0].rows
     ids, edits = ids_of([cell.host for cell in cells]).repeat(each, 1), [edit for edit, _ in plan]
@@ -236,29 +220,6 @@ def _text(engine: Any, cells: Sequence[Cell], plan: Edits, start: int, entering:
 
 
 # -- donors ----------------------------------------------------------------------------
-SITES = {verb: verb for verb in PATCHES} | {"transplant": "output"}
-
-
-class Sources:
-    """What donors have: (site, layer) -> the run's key -> values (positions, ...), of the positions that are listed."""
-
-    def __init__(self, positions: Sequence[int] | None) -> None:
-        self.positions = None if positions is None else torch.tensor(positions)
-        self._place = {position: i for i, position in enumerate(positions or ())}
-        self._values: dict[tuple, dict[tuple, torch.Tensor]] = {}
-
-    def add(self, runs: Sequence[Run], taken: dict[tuple, torch.Tensor]) -> None:
-        for what, values in taken.items():
-            self._values.setdefault(what, {}).update(zip((run.key for run in runs), values))
-
-    def values(self, site: str, layer: int, wanted: Sequence[tuple[Run, Sequence[int]]]) -> torch.Tensor:
-        """(n, k, ...): of each run, at its own k positions (the last one, where only that was taken)."""
-        found = self._values[site, layer]
-        if self.positions is None:
-            return torch.stack([found[run.key] for run, _ in wanted])
-        return torch.stack([found[run.key][[self._place[p] for p in places]] for run, places in wanted])
-
-
 def _sources(engine: Any, bundle: Bundle, prefixes: Prefixes | None) -> Sources:
     """Run what values are taken from, stage by stage: a donor's run may itself be under edits that have donors."""
     places = {p for cell in bundle.cells for _, edit in cell.every_edit for p in (*edit.where, *edit.source)}
@@ -290,9 +251,12 @@ def _taken(
     """One trace of donors' runs, up to the last layer that is needed."""
     model, layers, embed = engine.model, engine.model.layers, engine.model.embed
     prompts = [run.prompt for run in runs]
-    plan = _edits(engine, [(run.prompt, run.edits) for run in runs], own, short)
+    plan = writes(engine, [(run.prompt, run.edits) for run in runs], own, short)
     plan = [(edit, some) for edit, some in plan if edit[0] <= last]
-    edits, ops = [edit for edit, _ in plan], _ops(model, [layer for site, layer in sites if site in ATTENTION])
+    edits, ops = (
+        [edit for edit, _ in plan],
+        attention_calls(model, [layer for site, layer in sites if site in ATTENTION]),
+    )
     takes = [
         (layer, "inside" if site in ATTENTION else site, site, ops.get(layer), model.heads, own.positions)
         for site, layer in sites
@@ -310,60 +274,6 @@ def _taken(
     return seen["taken"]
 
 
-# -- edits -----------------------------------------------------------------------------
-ATTENTION = ("query", "key", "value")
-
-
-def _edits(engine: Any, rows: Sequence[tuple[Prompt, Sequence[Edit]]], own: Sources, short: bool) -> Edits:
-    """One write per layer and kind of edit, over the rows that it concerns. `short`: the batch is of last tokens."""
-    groups: dict[tuple, list[tuple[int, Prompt, Edit]]] = {}
-    for i, (host, edits) in enumerate(rows):
-        for edit in edits:
-            for layer in edit.layers if edit.verb != "state" else ():
-                groups.setdefault((layer, edit.verb, edit.mode, edit.head, len(edit.where)), []).append((i, host, edit))
-    plan = [_write(engine, layer, some, own, short) for (layer, *_), some in groups.items()]
-    return [(edit, [e for *_, e in some]) for edit, some in zip(plan, groups.values())]
-
-
-def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], own: Sources, short: bool) -> tuple:
-    """One edit for `apply_edits`: what (row, host, edit)s of one kind do to one layer."""
-    model, first = engine.model, some[0][2]
-    which, where = torch.tensor([i for i, *_ in some]), torch.tensor([edit.where for *_, edit in some])
-    at = torch.zeros_like(where) if short else where  # a short batch has one position, but keys and values of all
-    verb, head = first.verb, first.head
-    if verb == "heads":
-        return layer, "heads", zero_head, (head, model.heads_of(layer))
-    if verb == "replace":
-        maps = engine.fitted(first.map).maps
-        if first.mode == "mixers":
-            return layer, "output", map_outputs, maps[layer]
-        return (layer, "residual", pass_through, maps[layer]) if layer in maps else (layer, "residual", pass_on, ())
-    if verb == "remove":
-        if first.mode == "layer":
-            return layer, "residual", pass_on, ()
-        value = None if first.mode == "zero" else engine.means()[layer]
-        if not first.where:
-            return layer, "output", set_value, (value,)
-        value = torch.zeros(model.config.hidden_size) if value is None else value
-        return layer, "output", put_outputs, (value.expand(*where.shape, -1), at, which)
-    values = own.values(SITES[verb], layer, [(edit.run, edit.source) for *_, edit in some])
-    if verb == "query":
-        return layer, "inside", put_query, (model.attention_op(layer), values[:, 0], which, head)
-    if verb == "gate":
-        return layer, "gate", put_gate, (model.heads, values[:, 0], which, head)
-    if verb in ("key", "value"):
-        write = put_key if verb == "key" else put_value
-        return layer, "inside", write, (model.attention_op(layer), values, where, which)
-    if verb == "transplant":
-        if first.mode == "random":
-            hosts = own.values("output", layer, [(Run(host), edit.where) for _, host, edit in some])
-            values = torch.stack(
-                [noisy(e.seed, layer, host.ids, *pair) for (_, host, e), *pair in zip(some, hosts, values)]
-            )
-        return layer, "output", put_outputs, (values, at, which)
-    return layer, "input" if verb == "input" else "residual", put_inputs, (values, at, which)
-
-
 # -- read ------------------------------------------------------------------------------
 def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
     """Attention of the intact model, and answers of truncated ones, many reads in one forward."""
@@ -376,7 +286,12 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
         if cell.intervention == "truncate":
             exits.setdefault(cell.layers[0], []).append(cell)
     rows = {i: torch.tensor([row[c.host.digest] for c in cells], device=model.device) for i, cells in exits.items()}
-    watch, norm, head, scaling = _ops(model, watched(plain)), model.final_norm, model.lm_head, model.logits_scaling
+    watch, norm, head, scaling = (
+        attention_calls(model, watched(plain)),
+        model.final_norm,
+        model.lm_head,
+        model.logits_scaling,
+    )
     ids, text = ids_of(hosts), bundle.cells[0].text
     tokens = {i: None if text else asked(cells) for i, cells in exits.items()}
     entries = entries_of(hosts) if watch else None
@@ -406,8 +321,3 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
 
 
 PATHS = {FINAL: final, FULL: full, READ: read}
-
-
-def _ops(model: Any, layers: Sequence[int]) -> dict[int, str]:
-    """The attention call of each layer; its source is touched here, outside any trace, as nnsight needs."""
-    return {layer: model.attention_op(layer) for layer in layers}

@@ -1,9 +1,10 @@
-"""Projections: layers replaced by linear maps of each token, fitted where the engine needs them (paper section 3.6)."""
+"""What stands in for layers: projections, which are linear maps of each token, fitted where the engine needs them (paper
+section 3.6). The other kind, another model's block between two maps, is in `run.stitch`."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from encode_address.errors import RunError
 from encode_address.interventions import mixer_output
 from encode_address.maps import Moments, RidgeMap
+from encode_address.run.edits import map_outputs, pass_on, pass_through
 from encode_address.tasks.prompts import Prompt
 
 HELD_OUT = 5  # every fifth prompt chooses the penalty: its tokens share no prompt with those that are fitted
@@ -21,8 +23,29 @@ UNITS = ("layers", "mixers")
 KINDS = ("ridge", "mean", "shuffled")
 
 
+class StandIn:
+    """What `replace` puts in place of `layers`. `unit` says of what, `data` is a hash of what is fitted (those that share it are
+    fitted together), `kind` tells them apart, `digest` is a hash of all that its values depend on, `under` stands in for
+    layers below while it is fitted."""
+
+    layers: tuple[int, ...]
+    unit: str
+    data: str
+    kind: Any
+    digest: str
+    under: tuple[StandIn, ...] = ()
+
+    def cost(self, tokens: int) -> tuple[int, int]:
+        """Tokens x layers, and traces, that fitting it takes in traces of at most `tokens` tokens."""
+        raise NotImplementedError
+
+    def fit(self, engine: Any) -> dict[Any, Any]:
+        """What it is once fitted, and all that share its data, by their kinds. Raises RunError."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class Projection:
+class Projection(StandIn):
     """What stands in for `layers`, which follow one another: linear maps of each token, fitted on `prompts`.
 
     unit "layers": all of them together, h_out = h_in + M(h_in), with h_in (d_model,) the residual stream that enters the first
@@ -71,6 +94,9 @@ class Projection:
         """Tokens x layers, and traces, that fitting it takes."""
         return sum(map(len, self.prompts)) * (1 + self.last), sum(1 for _ in self.batches(tokens))
 
+    def fit(self, engine: Any) -> dict[str, Fitted]:
+        return fit(engine, self)
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -78,6 +104,18 @@ class Fitted:
 
     maps: dict[int, tuple[torch.Tensor, torch.Tensor]]
     r2: float
+    mixers: bool
+
+    @property
+    def columns(self) -> dict[str, float]:
+        return {"map_r2": self.r2}
+
+    def write(self, layer: int) -> tuple:
+        """What it does to one of its layers, for `apply_edits`."""
+        if self.mixers:
+            return layer, "output", map_outputs, self.maps[layer]
+        maps = self.maps.get(layer)
+        return (layer, "residual", pass_through, maps) if maps else (layer, "residual", pass_on, ())
 
 
 def fit(engine: Any, projection: Projection) -> dict[str, Fitted]:
@@ -107,19 +145,34 @@ def fit(engine: Any, projection: Projection) -> dict[str, Fitted]:
     ridge = {layer: RidgeMap().fit_moments(sums[layer, True, False], sums[layer, True, True]) for layer in inner}
     mixed = {layer: RidgeMap().fit_moments(sums[layer, False, False], sums[layer, False, True]) for layer in inner}
     means = {layer: (_tensor(0 * found.coef_, model), _tensor(found.mean_y_, model)) for layer, found in ridge.items()}
-    return {"ridge": _fitted(ridge, model), "shuffled": _fitted(mixed, model), "mean": Fitted(means, 0.0)}
+    own = unit == "mixers"
+    return {
+        "ridge": _fitted(ridge, model, own),
+        "shuffled": _fitted(mixed, model, own),
+        "mean": Fitted(means, 0.0, own),
+    }
 
 
-def _fitted(found: dict[int, RidgeMap], model: Any) -> Fitted:
+def _fitted(found: dict[int, RidgeMap], model: Any, mixers: bool) -> Fitted:
     maps = {layer: (_tensor(one.coef_, model), _tensor(one.intercept_, model)) for layer, one in found.items()}
-    return Fitted(maps, min(one.r2_ for one in found.values()))
+    return Fitted(maps, min(one.r2_ for one in found.values()), mixers)
 
 
 def _tensor(array: Any, model: Any) -> torch.Tensor:
     return torch.tensor(array, dtype=torch.float32, device=model.device)
 
 
-def costs(projections: Sequence[Projection], tokens: int) -> tuple[int, int]:
-    """Tokens x layers, and traces, that fitting these takes, each run once."""
-    each = [projection.cost(tokens) for projection in {p.data: p for p in projections}.values()]
+def costs(wanted: Sequence[StandIn], tokens: int, fitted: Collection[str] = ()) -> tuple[int, int]:
+    """Tokens x layers, and traces, that fitting these takes, and what they are fitted under; `fitted` are there already."""
+    needed: dict[str, StandIn] = {}
+
+    def need(one: StandIn) -> None:
+        if one.data not in fitted and one.data not in needed:
+            needed[one.data] = one
+            for below in one.under:
+                need(below)
+
+    for one in wanted:
+        need(one)
+    each = [one.cost(tokens) for one in needed.values()]
     return sum(cost for cost, _ in each), sum(traces for _, traces in each)

@@ -1,0 +1,104 @@
+"""From edits to writes: which values go where, in the form that `apply_edits` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from encode_address.run.batch import noisy
+from encode_address.run.cells import PATCHES, Edit, Run
+from encode_address.run.edits import (
+    pass_on,
+    put_gate,
+    put_inputs,
+    put_key,
+    put_outputs,
+    put_query,
+    put_value,
+    set_value,
+    zero_head,
+)
+from encode_address.tasks.prompts import Prompt
+
+ATTENTION = ("query", "key", "value")
+SITES = {verb: verb for verb in PATCHES} | {"transplant": "output"}
+
+
+class Sources:
+    """What donors have: (site, layer) -> the run's key -> values (positions, ...), of the positions that are listed."""
+
+    def __init__(self, positions: Sequence[int] | None) -> None:
+        self.positions = None if positions is None else torch.tensor(positions)
+        self._place = {position: i for i, position in enumerate(positions or ())}
+        self._values: dict[tuple, dict[tuple, torch.Tensor]] = {}
+
+    def add(self, runs: Sequence[Run], taken: dict[tuple, torch.Tensor]) -> None:
+        for what, values in taken.items():
+            self._values.setdefault(what, {}).update(zip((run.key for run in runs), values))
+
+    def values(self, site: str, layer: int, wanted: Sequence[tuple[Run, Sequence[int]]]) -> torch.Tensor:
+        """(n, k, ...): of each run, at its own k positions (the last one, where only that was taken)."""
+        found = self._values[site, layer]
+        if self.positions is None:
+            return torch.stack([found[run.key] for run, _ in wanted])
+        return torch.stack([found[run.key][[self._place[p] for p in places]] for run, places in wanted])
+
+
+Writes = list[tuple[tuple, list[Edit]]]  # a write for `apply_edits`, and the edits that it serves
+
+
+def writes(engine: Any, rows: Sequence[tuple[Prompt, Sequence[Edit]]], own: Sources, short: bool) -> Writes:
+    """One write per layer and kind of edit, over the rows that it concerns. `short`: the batch is of last tokens."""
+    groups: dict[tuple, list[tuple[int, Prompt, Edit]]] = {}
+    for i, (host, edits) in enumerate(rows):
+        for edit in edits:
+            for layer in edit.layers if edit.verb != "state" else ():
+                groups.setdefault((layer, edit.verb, edit.mode, edit.head, len(edit.where)), []).append((i, host, edit))
+    plan = [_write(engine, layer, some, own, short) for (layer, *_), some in groups.items()]
+    return [(edit, [e for *_, e in some]) for edit, some in zip(plan, groups.values())]
+
+
+def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], own: Sources, short: bool) -> tuple:
+    """One edit for `apply_edits`: what (row, host, edit)s of one kind do to one layer."""
+    model, first = engine.model, some[0][2]
+    which, where = torch.tensor([i for i, *_ in some]), torch.tensor([edit.where for *_, edit in some])
+    at = torch.zeros_like(where) if short else where  # a short batch has one position, but keys and values of all
+    verb, head = first.verb, first.head
+    if verb == "heads":
+        return layer, "heads", zero_head, (head, model.heads_of(layer))
+    if verb == "replace":
+        return engine.fitted(first.map).write(layer)
+    if verb == "remove":
+        if first.mode == "layer":
+            return layer, "residual", pass_on, ()
+        value = None if first.mode == "zero" else engine.means()[layer]
+        if not first.where:
+            return layer, "output", set_value, (value,)
+        value = torch.zeros(model.config.hidden_size) if value is None else value
+        return layer, "output", put_outputs, (value.expand(*where.shape, -1), at, which)
+    if first.given is not None:
+        values = torch.stack([edit.given.values[layer] for *_, edit in some]).to(model.device)
+        return layer, "output", put_outputs, (values, at, which)
+    values = own.values(SITES[verb], layer, [(edit.run, edit.source) for *_, edit in some])
+    if verb == "query":
+        return layer, "inside", put_query, (model.attention_op(layer), values[:, 0], which, head)
+    if verb == "gate":
+        return layer, "gate", put_gate, (model.heads, values[:, 0], which, head)
+    if verb in ("key", "value"):
+        write = put_key if verb == "key" else put_value
+        return layer, "inside", write, (model.attention_op(layer), values, where, which)
+    if verb == "transplant":
+        if first.mode == "random":
+            hosts = own.values("output", layer, [(Run(host), edit.where) for _, host, edit in some])
+            values = torch.stack(
+                [noisy(e.seed, layer, host.ids, *pair) for (_, host, e), *pair in zip(some, hosts, values)]
+            )
+        return layer, "output", put_outputs, (values, at, which)
+    return layer, "input" if verb == "input" else "residual", put_inputs, (values, at, which)
+
+
+def attention_calls(model: Any, layers: Sequence[int]) -> dict[int, str]:
+    """The attention call of each layer; its source is touched here, outside any trace, as nnsight needs."""
+    return {layer: model.attention_op(layer) for layer in layers}
