@@ -122,7 +122,7 @@ def experiment(
     settings, asked = _settings(name, model, variants, n, seed, quick, text, pool, **options)
     common = _common(module, settings)
     about = [circuit_of(module, setting) for setting in settings]
-    known = _circuits(model, about, seed, pool, out, text, batch_tokens) if module.NEEDS_CIRCUIT else {}
+    known = circuits(model, about, seed, pool, out, text, batch_tokens) if module.NEEDS_CIRCUIT else {}
     settings = [setting.within(known.get(variant)) for setting, variant in zip(settings, about)]
     with Store(folder, fresh=fresh) as store:
         job = Job(model, settings[0].text, store, batch_tokens)
@@ -174,7 +174,7 @@ def dry_run(name: str, model: Any, *args: Any, out: str | Path = "results", **kw
     common = _common(module, settings)
     lines = []
     about = [circuit_of(module, setting) for setting in settings]
-    known = _stored_circuits(model, about, out) if module.NEEDS_CIRCUIT else {}
+    known = stored_circuits(model, about, out) if module.NEEDS_CIRCUIT else {}
     if module.NEEDS_CIRCUIT and known is None:
         lines.append("  the circuit is not known yet: a quick `find` comes first, and says which cells follow")
     else:
@@ -243,7 +243,7 @@ def circuit_of(module: ModuleType, setting: Setting) -> str:
     return getattr(module, "CIRCUIT_OF", setting.variant)
 
 
-def _stored_circuits(model: Any, variants: Sequence[str], out: str | Path) -> dict[str, Circuit] | None:
+def stored_circuits(model: Any, variants: Sequence[str], out: str | Path) -> dict[str, Circuit] | None:
     """The circuit of each variant, from the verdict that `find` stored, if it has all of them."""
     path = Path(out) / model.slug / "verdict.json"
     if not path.is_file():
@@ -253,7 +253,7 @@ def _stored_circuits(model: Any, variants: Sequence[str], out: str | Path) -> di
     return known if all(variant in known for variant in variants) else None
 
 
-def _circuits(
+def circuits(
     model: Any,
     variants: Sequence[str],
     seed: int,
@@ -262,9 +262,9 @@ def _circuits(
     text: str | None,
     batch_tokens: int | None,
 ) -> dict[str, Circuit]:
-    known = _stored_circuits(model, variants, out)
+    known = stored_circuits(model, variants, out)
     if known is None:
         asked = list(dict.fromkeys(variants))
         main_job.find(model, asked, main_job.QUICK_N, seed, text, pool, out, batch_tokens=batch_tokens)
-        known = _stored_circuits(model, variants, out)
+        known = stored_circuits(model, variants, out)
     return known or {}

@@ -286,7 +286,7 @@ def test_on_trained_models_few_layers_do_and_the_path_is_consistent(tmp_path, mo
     monkeypatch.setattr(ea.tasks.Text, "count", 16)
     model = ea.load("tiny-mamba2")
     circuit = Circuit(("G0",), ("G2",), ((7, 0),))
-    monkeypatch.setattr(lab, "_circuits", lambda *_: {"chat8": circuit})
+    monkeypatch.setattr(lab, "circuits", lambda *_: {"chat8": circuit})
     result = lab.experiment("minimal", model, "chat8", n=16, out=tmp_path)
     rows, linear = result.table, model.layout.linear_layers
     path = minimal.elimination(rows)
