@@ -1,4 +1,4 @@
-"""The command line: `encode-address find | run | paper | compare | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | run | transfer | replace | paper | compare | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
@@ -130,6 +130,82 @@ def run(
     draw_all(result.folder)
     for line in card(loaded).get("imposed", []):
         typer.echo(f"imposed in training: {line}")
+    typer.echo(result.sentence)
+    typer.echo(result.folder)
+
+
+@app.command()
+def transfer(
+    donor: Annotated[str, typer.Option(help="the model that lends its Address output")],
+    host: Annotated[str, typer.Option(help="the model that it is put into")],
+    source: Annotated[str | None, typer.Option(help="the donor's blocks, G2 or G2+G3; default: its verdict's")] = None,
+    target: Annotated[str | None, typer.Option(help="the host's blocks, G2 or G2,G3; default: its verdict's")] = None,
+    variants: Variants = None,
+    n: Pairs = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    fit: Annotated[int | None, typer.Option(help="dictionaries that a map is fitted on (2000)")] = None,
+    seeds: Annotated[int | None, typer.Option(help="seeds of split and map (3)")] = None,
+    pool: Pool = "A",
+    text: TextSource = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    out: Annotated[Path, typer.Option(help="results go to OUT/<host>/transfer-<donor>/")] = Path("results"),
+    batch_tokens: BatchTokens = None,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Transplant a donor's Address output into a host through a fitted map, with all controls: OUT/<host>/transfer-<donor>/."""
+    from encode_address.cross import transfer as job
+    from encode_address.figures import draw_all
+    from encode_address.models.loading import load
+
+    models = [load(name, device=device, dtype=dtype) for name in (donor, host)]
+    options = {"source": source, "target": target, "n": n, "seed": seed, "quick": quick, "fit": fit, "seeds": seeds}
+    options |= {"text": text, "pool": pool, "out": out, "batch_tokens": batch_tokens, "fresh": fresh}
+    options |= {"variants": variants.split(",") if variants else None}
+    if dry_run:
+        return typer.echo(job.dry_run(*models, **options))
+    result = job.transfer(*models, **options)
+    draw_all(result.folder)
+    typer.echo(result.sentence)
+    typer.echo(result.folder)
+
+
+@app.command()
+def replace(
+    donor: Annotated[str, typer.Option(help="the model that gives the block")],
+    host: Annotated[str, typer.Option(help="the model whose block is replaced")],
+    slot: Annotated[str, typer.Option(help="address, encode or both; several with commas")] = "address",
+    source: Annotated[str | None, typer.Option(help="the donor's block; default: its verdict's")] = None,
+    target: Annotated[str | None, typer.Option(help="the host's block(s), with commas; default: its verdict's")] = None,
+    truncate: Annotated[int | None, typer.Option(help="stop the host after this layer")] = None,
+    variants: Variants = None,
+    n: Pairs = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    pool: Pool = "A",
+    text: TextSource = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    out: Annotated[Path, typer.Option(help="results go to OUT/<host>/replace-<donor>/")] = Path("results"),
+    batch_tokens: BatchTokens = None,
+    fresh: Fresh = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Put a donor's block in place of a host's, through fitted maps, with all controls: OUT/<host>/replace-<donor>/."""
+    from encode_address.cross import replace as job
+    from encode_address.figures import draw_all
+    from encode_address.models.loading import load
+
+    models = [load(name, device=device, dtype=dtype) for name in (donor, host)]
+    options = {"slot": slot, "source": source, "target": target, "truncate": truncate, "n": n, "seed": seed}
+    options |= {"quick": quick, "text": text, "pool": pool, "out": out, "batch_tokens": batch_tokens, "fresh": fresh}
+    options |= {"variants": variants.split(",") if variants else None}
+    if dry_run:
+        return typer.echo(job.dry_run(*models, **options))
+    result = job.replace(*models, **options)
+    draw_all(result.folder)
     typer.echo(result.sentence)
     typer.echo(result.folder)
 

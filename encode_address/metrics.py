@@ -19,7 +19,7 @@ MEASURES = [
     "accuracy", "choice_accuracy", "gap", "redirected", "kept", "carried", "host_value_of_key_A",
     "host_value_at_index_j", "donor_value", "host_answer_kept", "loss", "loss_without", "kl",
     "effective_rank", "numerical_rank", "significant_rank", "top_share", "map_r2",
-    "restored", "floor_correct", "shuffled_correct", "log_decay",
+    "restored", "floor_correct", "shuffled_correct", "log_decay", "entry_r2", "exit_r2",
 ]  # fmt: skip
 
 

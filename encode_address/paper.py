@@ -18,7 +18,7 @@ from encode_address.compare import write as write_comparison
 from encode_address.compare.results import Source, sources
 from encode_address.errors import EncodeAddressError, StoreError
 from encode_address.experiments import EXPERIMENTS
-from encode_address.figures import draw_paper
+from encode_address.figures import draw_all, draw_paper
 from encode_address.figures.gathered import gathered_models
 from encode_address.run.store import write_text
 from encode_address.verdict import sentence
@@ -92,7 +92,7 @@ def write(folder: str | Path) -> dict[str, list[Path]]:
     rows, verdicts = gathered_models(folder)
     write_text(results, page(found, frame))
     return {
-        "figures": draw_paper(folder, rows, verdicts),
+        "figures": [path for source in found for path in draw_all(source.folder)] + draw_paper(folder, rows, verdicts),
         "tables": tables.write([tables.Results(m, rows[m], verdicts[m] or {}) for m in rows], folder / "tables"),
         "pages": [write_comparison(frame, folder), results],
     }
@@ -146,7 +146,7 @@ def _conclusion_lines(models: dict[str, dict[str, Source]]) -> Iterator[list[str
 
 
 def _statuses(verdict: dict[str, Any]) -> str:
-    """"holds", or where variants differ "holds (chat8, list8), undecided (rev8)"."""
+    """ "holds", or where variants differ "holds (chat8, list8), undecided (rev8)"."""
     known = _by_status(verdict)
     if len(known) == 1:
         return next(iter(known))

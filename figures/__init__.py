@@ -45,6 +45,15 @@ def draw_all(folder: Path) -> list[Path]:
     return [path for figure in DRAWN.values() for path in figure.draw(table, verdict, Path(folder))]
 
 
+def draw_paper(folder: Path, tables: gathered.Tables, verdicts: gathered.Verdicts) -> list[Path]:
+    """Draw the figures that need several experiments or several models, from `gathered.gathered_models(folder)`; returns the files."""
+    paths = models.draw_models(tables, verdicts, folder)
+    for name, place in gathered.model_folders(folder).items():
+        for figure in (overview, construction, two_readers):
+            paths += figure.draw(tables[name], verdicts[name], place)
+    return paths
+
+
 def draw_each(
     name: str, make: Callable[..., Figure | None], table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path
 ) -> list[Path]:
@@ -151,13 +160,13 @@ def write(figure: Figure, folder: Path, name: str, variant: str) -> list[Path]:
     return paths
 
 
-def main(draw: Draw) -> None:
-    """What a figure does when it is run as a script: draw from the folder that is named, print the files."""
+def main(draw: Callable[..., list[Path]], load: Callable[[Path], tuple[Any, Any]] = read) -> None:
+    """What a figure does when it is run as a script: draw from what `load` reads in the folder that is named, print the files."""
     if len(sys.argv) != 2:
         sys.exit(f"usage: python {sys.argv[0]} RESULTS_DIR")
     folder = Path(sys.argv[1])
     try:
-        paths = draw(*read(folder), folder)
+        paths = draw(*load(folder), folder)
     except EncodeAddressError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -171,18 +180,25 @@ def _first_line(error: Exception) -> str:
 from encode_address.figures import (  # noqa: E402  they use what is above
     attention_example,
     circuit,
+    construction,
     encode,
     encode_linear,
+    gathered,
     minimal,
+    models,
+    overview,
     pruning,
     query_key,
     removal,
+    replacement,
     routes,
     scaling,
     state,
     state_rank,
     steer,
+    transfer,
     transplant,
+    two_readers,
     upstream,
     writers,
 )
@@ -204,4 +220,6 @@ DRAWN = {
     "writers": writers,
     "routes": routes,
     "state-rank": state_rank,
+    "transfer": transfer,
+    "replacement": replacement,
 }

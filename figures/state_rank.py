@@ -35,16 +35,16 @@ def draw(table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path) -> l
     text = metrics.select(rows, source="text")
     if len(text):
         with figures.style():
-            paths += figures.write(_panels(text, _roles(rows), "text"), folder, "state-rank", "text")
+            paths += figures.write(_panels(text, roles_of(rows), "text"), folder, "state-rank", "text")
     return paths
 
 
 def _figure(rows: pd.DataFrame, _view: dict[str, Any], variant: str) -> Figure | None:
     rows = metrics.select(rows, experiment="state-rank", source="task")
-    return _panels(rows, _roles(rows), variant) if len(rows) else None
+    return _panels(rows, roles_of(rows), variant) if len(rows) else None
 
 
-def _roles(rows: pd.DataFrame) -> dict[str, str]:
+def roles_of(rows: pd.DataFrame) -> dict[str, str]:
     """The role of each block, where all variants give it the same one."""
     known = rows[["block", "role"]].dropna().drop_duplicates()
     return dict(known.drop_duplicates("block", keep=False).itertuples(index=False))
@@ -64,12 +64,12 @@ def _panels(rows: pd.DataFrame, roles: dict[str, str], what: str) -> Figure:
         LEFT / width, BELOW / total, 1 - RIGHT / width, 1 - ABOVE / total, wspace=GAP / across, hspace=GAP / height
     )
     for measure, line in zip(MEASURES, grid):
-        _line(figure, line, rows, measure, marks, layers, across)
+        heat_maps(figure, line, rows, measure, marks, layers, across)
         line[0].annotate(
             LABELS[measure], (0, 0.5), (6 - 72 * LEFT, 0), xycoords="axes fraction", textcoords="offset points", rotation=90,
             ha="center", va="center",
         )  # fmt: skip
-        _blocks(line, rows, layers, roles)
+        name_blocks(line, rows, layers, roles)
     for axes, mark in zip(grid[0], marks):
         axes.set_title(_title(mark), size=6.5, pad=2)
     name = f"{rows['model'].iloc[0]}, " if "model" in rows else ""
@@ -79,7 +79,7 @@ def _panels(rows: pd.DataFrame, roles: dict[str, str], what: str) -> Figure:
     return figure
 
 
-def _line(
+def heat_maps(
     figure: Figure, line: Any, rows: pd.DataFrame, measure: str, marks: list[str], layers: list[int], across: float
 ) -> None:
     """The panels of one measure, on one colour scale."""
@@ -104,7 +104,7 @@ def _line(
         label.set_verticalalignment(at)  # within the bar's own height: bars of two rows lie close to one another
 
 
-def _blocks(line: Any, rows: pd.DataFrame, layers: list[int], roles: dict[str, str]) -> None:
+def name_blocks(line: Any, rows: pd.DataFrame, layers: list[int], roles: dict[str, str]) -> None:
     """Each block's layers and role beside its rows, and a line between blocks."""
     own = rows.drop_duplicates("layer").set_index("layer")["block"]
     runs = {block: [i for i, layer in enumerate(layers) if own[layer] == block] for block in own[layers].unique()}

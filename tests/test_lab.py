@@ -108,17 +108,21 @@ def test_the_transplant_acts_through_the_readers_query(results):
 
 
 def test_the_state_of_the_address_moves_it_and_its_input_does_not(results):
+    """With the asked key next to the last token its place is the convolutional state; far from it, the recurrent one."""
     for model in QUICK:
-        result = results["state", model]
-        conclusion = result.conclusions["chat8"]
-        assert conclusion.status == "holds", conclusion.why
-        block = conclusion.why.split()[4]
-        assert block == results["transplant", model].conclusions["chat8"].why[:2]
-        rows = select(result.table, block=block)
-        assert select(rows, intervention="state", mode="both", donor="same-dictionary")["redirected"].mean() >= 0.85
-        for verb in ("input", "residual"):
-            assert not select(rows, intervention=verb)["redirected"].any()
-        assert select(rows, donor="identity")["kept"].astype(float).mean() == 1.0
+        near = results["state", model]
+        far = ea.experiment("state", ea.load(model), "chat8/far", n=24, out=near.folder.parents[1] / "far")
+        block = results["transplant", model].conclusions["chat8"].why[:2]
+        for result, variant, status in ((near, "chat8", "does not hold"), (far, "chat8/far", "holds")):
+            conclusion = result.conclusions[variant]
+            assert (conclusion.status, conclusion.why.split()[4]) == (status, block), conclusion.why
+            rows = select(result.table, block=block)
+            moved = select(rows, intervention="state", donor="same-dictionary").groupby("mode")["redirected"].mean()
+            assert moved["both"] >= 0.85
+            assert moved["recurrent"] >= 0.85 if status == "holds" else moved["recurrent"] <= 0.15
+            for verb in ("input", "residual"):
+                assert not select(rows, intervention=verb)["redirected"].any()
+            assert select(rows, donor="identity")["kept"].astype(float).mean() == 1.0
 
 
 def test_one_block_encodes_and_the_embeddings_are_the_ceiling(results):

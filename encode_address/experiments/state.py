@@ -6,6 +6,10 @@ token alone runs. Redirected: the share of hosts that answer with the donor's en
 host's. Two counterparts at the last token, with the host's state kept: each mixer's *input* of the block := the donor's, and the
 *residual* stream that enters the block := the donor's.
 
+Where the asked key is one of the last few tokens, the convolutional state holds it as well (its window is the kernel's), and the swap of
+the recurrent state alone acts against the host's key in that window. The claim is of the recurrent state alone; `chat8/far` asks it
+where the key is out of the window's reach.
+
 If the address were made from what the last token brings along, and not from the state, the counterparts would redirect and the
 state would not. The rows without a patch run in two parts as well, so that nothing is compared with another path.
 """
@@ -115,6 +119,9 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     close = [name for name, moved in others.items() if not difference(own, moved).low >= CONTROL_LOW]
     if close:
         return Conclusion("does not hold", f"{why}; {', '.join(close)} as much", figures)
+    if modes[0] == "both":
+        said = "what it carries is in the convolutional state, which has the asked key in its window"
+        return Conclusion("does not hold", f"{why}; {said}: ask where the key is farther away, e.g. chat8/far", figures)
     return Conclusion("holds", why, figures)
 
 
