@@ -23,21 +23,21 @@ Dtype = Annotated[str | None, typer.Option(help="float32 (default), bfloat16 or 
 Revision = Annotated[str | None, typer.Option(help="hub revision of the model")]
 Variants = Annotated[str | None, typer.Option(help="e.g. chat8,list8,rev8 (default), chat8/far, long512")]
 Pairs = Annotated[int | None, typer.Option(help="prompt pairs per variant; default: the paper's")]
-Seed = Annotated[int, typer.Option(help="seed of the dictionaries; 0 draws the paper's")]
+Seed = Annotated[int, typer.Option(help="seed of dictionaries; 0: the paper's")]
 Quick = Annotated[bool, typer.Option("--quick", help="fewer pairs and chat8 only, unless given")]
 Pool = Annotated[str, typer.Option(help="word pool")]
-TextSource = Annotated[str | None, typer.Option(help="text for perplexity and means: a file, wikitext-2-v1 or bundled")]
+TextSource = Annotated[str | None, typer.Option(help="for perplexity: a file, wikitext-2-v1, bundled")]
 Data = Annotated[
-    str | None, typer.Option(help="MMLU for removal-mmlu: a folder with test and dev, or a file; default: the hub's")
+    str | None, typer.Option(help="removal-mmlu: folder or file; default: the hub's")
 ]
 Knowledge = Annotated[
-    bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval (extra `eval`)")
+    bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval")
 ]
 Normalisation = Annotated[
-    str | None, typer.Option(help="pruning: own (default: each variant's chance) or paper (1/8, none below 0)")
+    str | None, typer.Option(help="pruning: own (default) or paper")
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="tokens of one trace at most; default: from free memory")
+    int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")]
@@ -72,19 +72,20 @@ def find(
         options = {"variants": ",".join(chosen), "n": pairs, "seed": seed, "pool": pool, "text": text, "out": out}
         options |= {"batch-tokens": batch_tokens, "fresh": fresh}
         return side_by_side(["find"], model, {**options, "device": device, "dtype": dtype, "revision": revision})
-    for name in model:
+    for i, name in enumerate(model):
         loaded = load(name, device=device, dtype=dtype, revision=revision)
         asked = (loaded, chosen, pairs, seed, text, pool, out)
         if dry_run:
             typer.echo(job.dry_run(*asked, batch_tokens=batch_tokens, fresh=fresh))
             continue
         found = job.find(*asked, batch_tokens=batch_tokens, fresh=fresh)
-        drawn = draw_all(found.folder)
-        typer.echo(job.report(found, loaded))
+        draw_all(found.folder)
+        if i:
+            typer.echo()
         for line in card(loaded).get("imposed", []):
-            typer.echo(f"  imposed in training: {line}")
-        pictures = sum(path.suffix == ".png" for path in drawn)
-        typer.echo(f"  results in {found.folder}, {pictures} figures in {found.folder / 'figures'}\n")
+            typer.echo(f"imposed in training: {line}")
+        typer.echo(job.report(found, loaded))
+        typer.echo(found.folder)
 
 
 @app.command()
@@ -240,7 +241,7 @@ def show(
 def paper(
     folder: Annotated[Path, typer.Argument(help="results, figures and tables go here")],
     model: Annotated[
-        list[str] | None, typer.Option(help="run what is missing of it; without, only figures and tables are made")
+        list[str] | None, typer.Option(help="run what it lacks; without: only tables, figures")
     ] = None,
     n: Pairs = None,
     seed: Seed = 0,

@@ -25,7 +25,7 @@ def side_by_side(command: Sequence[str], models: Sequence[str], options: Mapping
     """
     given = [word for name, value in options.items() for word in _words(name, value)]
     given += ["--debug"] if "--debug" in sys.argv else []
-    waiting, code = list(models), 0
+    waiting, code, printed = list(models), 0, False
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     running: list[tuple[str, subprocess.Popen]] = []
     said = {"", None}
@@ -38,7 +38,8 @@ def side_by_side(command: Sequence[str], models: Sequence[str], options: Mapping
             model, first = running[0]
             screen, complaint = first.communicate()
             running.pop(0)
-            typer.echo(screen, nl=False)
+            typer.echo(f"\n{screen}" if printed and screen else screen, nl=False)
+            printed = printed or bool(screen)
             if first.returncode < 0:
                 complaint = f"error: the process of {model} was ended by signal {-first.returncode}; run again\n"
             if complaint not in said:  # what is wrong with an option is wrong for every model

@@ -226,9 +226,9 @@ def test_find_prints_one_screen_and_nothing_else(found):
     assert found.done.code == 0
     assert found.done.stderr == ""
     assert len(found.done.stdout.splitlines()) <= SCREEN
-    assert " in tiny-mamba2: Encode " in found.done.stdout
-    assert f"results in {found.folder}, " in found.done.stdout
-    assert f"figures in {found.folder}/figures" in found.done.stdout
+    verdict, folder = found.done.stdout.splitlines()[-2:]
+    assert " in tiny-mamba2: Encode " in verdict
+    assert folder == str(found.folder)
 
 
 def test_find_writes_the_table_the_verdict_and_the_figures(found):
@@ -354,13 +354,18 @@ def test_check_reports_that_all_is_well(commands, given, model):
     assert "8 layers, 5 linear, 3 softmax" in done.stdout
 
 
+MEASURING = "--variants --n --seed --quick --text --pool --device --dtype --out --batch-tokens --fresh --dry-run"
 OPTIONS = {
-    "find": "--model --variants --n --seed --quick --pool --text --device --dtype --revision --out"
-    " --batch-tokens --fresh --dry-run",
+    "find": f"--model --revision {MEASURING}",
+    "run": f"--model --revision --list --data --knowledge --normalisation {MEASURING}",
+    "transfer": f"--donor --host --source --target --fit --seeds {MEASURING}",
+    "replace": f"--donor --host --slot --source --target --truncate {MEASURING}",
+    "paper": "folder --model --n --seed --quick --text --pool --data --knowledge --device --dtype --dry-run",
+    "compare": "folder --seeds",
     "check": "model --device --dtype --revision",
     "show": "folder",
     "figures": "folder",
-    "": "find check show figures --debug",
+    "": "find run transfer replace paper compare check show figures models train --debug",
 }
 
 
