@@ -164,9 +164,7 @@ def _cache(engine: Any, ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     """What the cache holds after whole prompts (batch, positions)."""
     engine.count(ids.numel())
     try:
-        with torch.no_grad(), engine.model.trace(ids, use_cache=True, logits_to_keep=1) as tracer:
-            cache = tracer.result.cache.save()
-        return read_cache(cache)
+        return read_cache(engine.model.prefix(ids), engine.model.held)
     except Exception as error:
         if not out_of_memory(error):
             raise

@@ -6,7 +6,7 @@ import torch
 def mixer_output(mixer):
     """The output tensor (batch, positions, d_model) of a mixer, whether it returns a tensor or a tuple.
 
-    Works for any module whose output comes first, so `model.embed` is a valid `mixer` too.
+    Works for any module whose output comes first, so `model.embed` and a decoder layer are valid "mixers" too.
     """
     output = mixer.output
     return output[0] if isinstance(output, tuple) else output

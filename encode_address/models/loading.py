@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from encode_address.errors import ModelError
-from encode_address.models.families import family_of
+from encode_address.models.families import family_of, refuse
 from encode_address.models.hybrid import HybridModel
 from encode_address.models.layout import Layout
 
@@ -68,6 +68,7 @@ def load(
         source = str(_bundled_folder(name) or name)
         config = _config(name, source, revision)
         module = None
+    refuse(config, name)
     layout = Layout.from_config(config.get_text_config(), name)
     family = family_of(config, name)
     if tokenizer is None:

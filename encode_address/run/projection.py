@@ -93,7 +93,7 @@ def fit(engine: Any, projection: Projection) -> dict[str, Fitted]:
             seen = nnsight.save({})
             if unit == "layers":
                 entering = layers[first].input.clone()
-                seen[first] = entering, layers[last].output - entering
+                seen[first] = entering, mixer_output(layers[last]) - entering
             else:
                 for layer in inner:
                     entering = layers[layer].mixer.input.clone()
