@@ -228,10 +228,10 @@ def compare(
 
 @app.command()
 def models() -> None:
-    """List the bundled models: what they are, what they can do, what was imposed on them."""
-    from encode_address.models.cards import listing
+    """List the bundled models (what they can do, what was imposed on them), and what each family of models supports."""
+    from encode_address.models import cards, support
 
-    typer.echo(listing())
+    typer.echo(f"{cards.listing()}\n\n{support.listing()}")
 
 
 @app.command()

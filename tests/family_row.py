@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 from encode_address.errors import EncodeAddressError
-from encode_address.models import families
+from encode_address.models import support
 from encode_address.run.cells import FINAL, FULL, READ, Cell
 from encode_address.run.engine import Engine
 from tests import tiny
@@ -24,6 +26,7 @@ from tests.oracle_runs import Runs, expect_runs
 from tests.tiny_families import MORE
 
 NAMES = (*tiny.FAMILIES, *MORE)
+DOCUMENT = Path(__file__).parent.parent / "docs" / "families.md"
 PAIRS, LENGTH = 2, 30
 SIZE = 1e-5  # of the logits' spread: rows of one batch against whole forwards of one prompt each
 
@@ -61,9 +64,14 @@ def entry(prompt) -> tuple[int, ...]:
     return prompt.span("entry 1")
 
 
+def apart(cells: Callable[[str], list[Cell]]) -> list[Cell]:
+    """Cells of the two paths, labelled by which was asked for: a family without continuation runs both in full."""
+    return [replace(c, labels={**c.labels, "asked": path}) for path in (FINAL, FULL) for c in cells(path)]
+
+
 def both_paths(one, verb: str, layers, **fields) -> list[Cell]:
     """At the last position, continued from the prefix and as a whole prompt, and at an entry."""
-    cells = [c for path in (FINAL, FULL) for c in patched(one, path, layers, "dissociation", verb=verb, **fields)]
+    cells = apart(lambda path: patched(one, path, layers, "dissociation", verb=verb, **fields))
     if verb in ("query", "gate"):
         return cells
     return cells + patched(one, FULL, layers, "dissociation", entry, verb=verb, **fields)
@@ -116,7 +124,7 @@ def linear(one) -> tuple[int, ...]:
 
 # What is asked of a family: the name of a column of the table -> its cells.
 VERBS: dict[str, Callable[[SimpleNamespace], list[Cell]]] = {
-    "intact": lambda one: [c for path in (FINAL, FULL) for c in plain(one, "none", path, one.watch)],
+    "intact": lambda one: apart(lambda path: plain(one, "none", path, one.watch)),
     "attention": attention_alone,
     "remove": removals,
     "transplant": transplants,
@@ -172,21 +180,25 @@ def row_of(name: str) -> dict[str, str]:
     bad = [finding.name for finding in found.values() if finding.ok is not True]
     assert not bad, f"{name}: {bad}"
     refusal = found.get("left padding is refused")
+    split = found.get("split execution is not used")
     row = {
         "family": one.model.family.name,
+        "model type": one.model.config.model_type,
         "class": type(one.model.module).__name__,
         "checks": f"{len(found)} of {len(found)}",
         "ragged batches": "no: " + refusal.seen.replace(f"{one.model.name}: ", "") if refusal else "yes",
     }
+    row["one-token continuation"] = "no: final-position cells run as full forwards" if split else "yes"
     return row | {verb: outcome(name, verb) for verb in VERBS}
 
 
 def main() -> None:
     """Write the table that is shipped, and the document that shows it."""
     asked = sys.argv[1:]
-    known = json.loads(families.SUPPORTED.read_text()) if families.SUPPORTED.is_file() else {}
+    known = support.rows() if support.SUPPORTED.is_file() else {}
     rows = {name: known[name] if asked and name not in asked and name in known else row_of(name) for name in NAMES}
-    families.SUPPORTED.write_text(json.dumps(rows, indent=1) + "\n")
+    support.SUPPORTED.write_text(json.dumps(rows, indent=1) + "\n")
+    DOCUMENT.write_text(support.document())
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ OWN = {
     "bamba": ("mamba", "out_proj", "feed_forward", "input_layernorm", "pre_ff_layernorm", "final_layernorm"),
     "olmo_hybrid": ("linear_attn", "o_proj", "mlp", "input_layernorm", "post_attention_layernorm", "norm"),
     "lfm2": ("conv", "out_proj", "feed_forward", "operator_norm", "ffn_norm", "embedding_norm"),
+    "lfm2_moe": ("conv", "out_proj", "feed_forward", "operator_norm", "ffn_norm", "embedding_norm"),
     "jamba": ("mamba", "out_proj", "feed_forward", "input_layernorm", "pre_ff_layernorm", "final_layernorm"),
     "recurrent_gemma": (
         "temporal_block",
@@ -99,7 +100,7 @@ def test_uniform_names_lead_to_the_right_modules(name, model):
         mixer = getattr(own, softmax if kind == "a" else linear)
         assert layer.mixer._module is mixer
         if kind != "m":
-            last = projection if kind == "l" else "out_proj" if name == "lfm2" else "o_proj"
+            last = projection if kind == "l" else "out_proj" if "lfm2" in name else "o_proj"
             assert layer.mixer.out_proj._module is getattr(mixer, last)
         for uniform, its_name in (("mlp", mlp), ("input_norm", input_norm), ("post_norm", post_norm)):
             part = getattr(own, its_name, None) if its_name else None

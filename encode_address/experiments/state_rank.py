@@ -111,7 +111,7 @@ def steps(setting: Setting) -> Iterator[Reading]:
     """A reading per source and mark."""
     model, family = setting.model, setting.model.family
     if not family.continues:
-        raise RunError(f"{family.name} keeps its state outside the cache: its rank cannot be read")
+        raise RunError(f"{family.name} does not continue exactly from a cache: its rank cannot be read")
     labels = {"experiment": "state-rank", "split": "confirmation"}
     known = roles(setting.layout, setting.circuit)
     hosts = [item.host for item in setting.task.questions(setting.n, setting.seed)]

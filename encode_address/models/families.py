@@ -8,7 +8,6 @@ to are `layers`, `final_norm`, `embed`, `lm_head`, and per layer `mixer` (with `
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from encode_address.errors import ModelError
@@ -48,7 +47,7 @@ class Family:
     run as full forwards. `states` are the states of a linear layer, `held` those of them that lie on its modules and
     not in the cache, by their path in the decoder layer. `linear_heads` names the config's number of linear heads (None:
     the mixer has none), `head_dim` the config's width of a query. `gated`: the query projection also gives an output gate.
-    `pads`: left padding is masked in every layer. `notes` is printed by `encode-address check`.
+    `pads`: left padding is masked in every layer; `unpadded_by` is a switch of the config that spoils it. `notes` is printed by `encode-address check`.
     """
 
     name: str
@@ -67,6 +66,7 @@ class Family:
     head_dim: str = "head_dim"
     gated: bool = False
     pads: bool = True
+    unpadded_by: str = ""
     rename: dict[str, str] = field(default_factory=dict)
     notes: str = ""
 
@@ -110,8 +110,109 @@ BAMBA = Family(
     notes="Mamba-2; softmax attention with partial RoPE; positions are counted from 0 again unless they are given",
 )
 
-FAMILIES = (QWEN, GRANITE, BAMBA)
-SUPPORTED = Path(__file__).parent / "supported.json"  # what each is known to support; written by `tests.family_row`
+OLMO = Family(
+    name="olmo_hybrid",
+    model_types=("olmo_hybrid",),
+    linear_attr="linear_attn",
+    linear_heads="linear_num_value_heads",
+    rename={**_DECODER, "linear_attn": "mixer"},
+    notes="Gated DeltaNet; a softmax layer has no `input_norm`, and its `post_norm` is applied to the mixer's output",
+)
+
+LFM2 = Family(
+    name="lfm2",
+    model_types=("lfm2", "lfm2_moe"),
+    linear_attr="conv",
+    states=("conv",),
+    unpadded_by="conv_bias",
+    rename={
+        **_DECODER,
+        "model.embedding_norm": "final_norm",
+        "conv": "mixer",
+        "feed_forward": "mlp",
+        "operator_norm": "input_norm",
+        "ffn_norm": "post_norm",
+    },
+    notes="gated short convolutions: the linear layers see three tokens and have no recurrent state, and no heads",
+)
+
+JAMBA = Family(
+    name="jamba",
+    model_types=("jamba",),
+    linear_attr="mamba",
+    rename={**_DECODER, **_FEED_FORWARD, "mamba": "mixer"},
+    notes="Mamba-1, without heads; softmax attention without positions; a cache is continued by one token at a time only",
+)
+
+RECURRENT_GEMMA = Family(
+    name="recurrent_gemma",
+    model_types=("recurrent_gemma",),
+    linear_attr="temporal_block",
+    softmax_attr="temporal_block",
+    linear_class="RecurrentBlock",
+    softmax_class="Attention",
+    linear_returns="tuple",
+    held={"recurrent": "temporal_block.rg_lru.recurrent_states", "conv": "temporal_block.conv1d_state"},
+    pads=False,
+    rename={
+        **_DECODER,
+        "model.final_norm": "final_norm",
+        "temporal_block": "mixer",
+        "linear_out": "out_proj",
+        "mlp_block": "mlp",
+        "temporal_pre_norm": "input_norm",
+        "channel_pre_norm": "post_norm",
+    },
+    notes="RG-LRU, its states on the modules, without heads; sliding-window attention; biased output projections; soft cap",
+)
+
+NEMOTRON = Family(
+    name="nemotron_h",
+    model_types=("nemotron_h",),
+    linear_attr="mixer",
+    softmax_attr="mixer",
+    linear_class="Mamba2Mixer",
+    softmax_class="Attention",
+    continues=False,
+    linear_heads="mamba_num_heads",
+    rename={
+        "model.layers": "layers",
+        "model.norm_f": "final_norm",
+        "model.embeddings": "embed",
+        "norm": "input_norm",
+        "o_proj": "out_proj",
+    },
+    notes="Mamba-2, whose step has a least size in whole prompts and none in one token; one mixer in each layer: an MLP is "
+    "a layer of its own and belongs to no block",
+)
+
+MINIMAX = Family(
+    name="minimax",
+    model_types=("minimax",),
+    linear_attr="self_attn",
+    linear_class="LightningAttention",
+    softmax_class="MiniMaxAttention",
+    linear_returns="tuple",
+    states=("recurrent",),
+    linear_heads="num_attention_heads",
+    rename=_DECODER,
+    notes="lightning attention, no conv state; the residual stream is taken after `input_norm`, and weighted",
+)
+
+KIMI = Family(
+    name="kimi_linear",
+    model_types=("kimi_linear",),
+    linear_attr="self_attn",
+    linear_class="DeltaAttention",
+    softmax_class="LinearAttention",
+    linear_heads="linear_num_heads",
+    head_dim="qk_head_dim",
+    rename=_DECODER,
+    notes="Kimi Delta Attention; latent attention: keys and values are each head's own where attention reads them, and "
+    "shared in the cache",
+)
+
+FAMILIES = (QWEN, GRANITE, BAMBA, OLMO, LFM2, JAMBA, RECURRENT_GEMMA, NEMOTRON, MINIMAX, KIMI)
 
 # Hybrid architectures that the names above cannot be said of: model type -> why.
 _PARALLEL = (
@@ -122,10 +223,12 @@ _SHARED = (
     "its softmax attention is shared between layers and feeds only the Mamba mixer of the same layer, so a layer does not "
     "name one mixer and a reader does not write to the residual stream"
 )
+_INSIDE = "its convolution and its state lie inside its softmax mixers, so it has no linear mixers apart from them"
 REFUSED = {
     "falcon_h1": _PARALLEL,
     "zamba": _SHARED,
     "zamba2": _SHARED,
+    "zaya": _INSIDE,
 }
 
 

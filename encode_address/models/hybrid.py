@@ -116,6 +116,11 @@ class HybridModel:
         return getattr(self.config, self.family.head_dim, None) or self.config.hidden_size // self.heads
 
     @property
+    def pads(self) -> bool:
+        """Whether prompts of different length can share a batch."""
+        return self.family.pads and not getattr(self.config, self.family.unpadded_by, False)
+
+    @property
     def logits_scaling(self) -> float:
         """What the head's output is divided by to give the model's logits."""
         return getattr(self.config, "logits_scaling", 1.0)
@@ -196,7 +201,7 @@ class HybridModel:
         ids = torch.tensor([[0] * (length - len(r)) + list(r) for r in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(r)) + [1] * len(r) for r in rows], device=self.device)
         batch = {"input_ids": ids, "attention_mask": mask}
-        if len({len(r) for r in rows}) > 1 and not self.family.pads:
+        if len({len(r) for r in rows}) > 1 and not self.pads:
             raise TaskError(f"{self.name}: {self.family.name} does not mask padding: give prompts of one length at a time")
         if len({len(r) for r in rows}) > 1:
             batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)

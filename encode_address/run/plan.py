@@ -242,7 +242,7 @@ def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell]
     Raises RunError for a state transplant, which has no other path.
     """
     if any(edit.verb == "state" for cell in cells for edit in cell.edits):
-        raise RunError(f"{family} keeps its state outside the cache: state transplants do not run on it")
+        raise RunError(f"{family} does not continue exactly from a cache: state transplants do not run on it")
     moved = [replace(cell, path=FULL) if cell.path == FINAL else cell for cell in cells]
     count = sum(cell.path == FINAL for cell in cells)
     note = f"; {family} does not continue exactly from a cache: {count:,} final-position cells run as full forwards"
