@@ -135,6 +135,33 @@ def run(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="checkpoint of the paper (qwen3.5-9b), bundled name, hub name or folder")
+    ],
+    experiment: Annotated[str, typer.Option(help="find, or an experiment's name (run --list)")] = "find",
+    variants: Variants = None,
+    n: Pairs = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    pool: Pool = "A",
+    text: TextSource = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="own, a bundled name, a folder or a hub name; default: no hub is asked")
+    ] = None,
+    batch_tokens: BatchTokens = None,
+) -> None:
+    """Say what a model is and what an experiment on it would take, without its weights."""
+    from encode_address.outlook import outlook
+
+    asked = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "dtype": dtype, "revision": revision}
+    chosen = variants.split(",") if variants is not None else None
+    typer.echo(outlook(model, experiment, variants=chosen, tokenizer=tokenizer, batch_tokens=batch_tokens, **asked))
+
+
+@app.command()
 def check(
     model: Annotated[str, typer.Argument(help="bundled name, hub name or folder")],
     device: Device = None,

@@ -152,7 +152,9 @@ def outcome(name: str, verb: str) -> str:
         table = one.engine.run(cells)
     except EncodeAddressError as error:
         return "no: " + str(error).replace(f"{one.model.name}: ", "")
-    expect = expect_final if verb.endswith(("state", "states", "head")) else expect_read if verb == "attention" else None
+    expect = (
+        expect_final if verb.endswith(("state", "states", "head")) else expect_read if verb == "attention" else None
+    )
     expected = expect(one.oracle, cells) if expect else expect_runs(one.runs, cells)
     margins = agree(one, cells, table, expected, SIZE)
     if cells[0].intervention not in ("none", "truncate"):

@@ -25,6 +25,7 @@ LINEAR_HEADS = {
     "minimax": "num_attention_heads",
 }
 
+
 @dataclass
 class Seen:
     """What one forward had: (site, layer) -> (positions, ...), layer -> attention weights, and the logits: the last

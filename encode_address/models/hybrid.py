@@ -46,7 +46,7 @@ class HybridModel:
         revision: str | None = None,
         remote: bool = False,
     ) -> None:
-        self.lm = TransformersModel(module, tokenizer=tokenizer, task="text-generation", rename=family.rename)
+        self.lm = self._wrapped(module, tokenizer, family.rename)
         self.name, self.tokenizer, self.family, self.layout = name, tokenizer, family, layout
         self.folder, self.revision, self.remote = folder, revision, remote
         self.config = self.lm._module.config.get_text_config()
@@ -102,8 +102,16 @@ class HybridModel:
             return self.heads
         if self.family.linear_heads is None or layer not in self.linear_layers:
             kind = self.layout.kinds[layer]
-            raise ModelError(f"{self.name}: the {kind} mixers of the family {self.family.name} have no heads (L{layer})")
+            raise ModelError(
+                f"{self.name}: the {kind} mixers of the family {self.family.name} have no heads (L{layer})"
+            )
         return getattr(self.config, self.family.linear_heads)
+
+    @property
+    def headed(self) -> tuple[int, ...]:
+        """The layers whose mixers have heads."""
+        linear = self.linear_layers if self.family.linear_heads is not None else ()
+        return tuple(sorted((*self.softmax_layers, *linear)))
 
     @property
     def gated(self) -> bool:
@@ -202,7 +210,9 @@ class HybridModel:
         mask = torch.tensor([[0] * (length - len(r)) + [1] * len(r) for r in rows], device=self.device)
         batch = {"input_ids": ids, "attention_mask": mask}
         if len({len(r) for r in rows}) > 1 and not self.pads:
-            raise TaskError(f"{self.name}: {self.family.name} does not mask padding: give prompts of one length at a time")
+            raise TaskError(
+                f"{self.name}: {self.family.name} does not mask padding: give prompts of one length at a time"
+            )
         if len({len(r) for r in rows}) > 1:
             batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         return batch
@@ -291,6 +301,10 @@ class HybridModel:
         return _view, (self.lm, facts)
 
     # -- helpers -------------------------------------------------------------
+    @staticmethod
+    def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str]) -> Any:
+        return TransformersModel(module, tokenizer=tokenizer, task="text-generation", rename=rename)
+
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]

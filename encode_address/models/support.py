@@ -39,7 +39,14 @@ def document() -> str:
     """The same as a Markdown document, with the engine's own words for each refusal and the notes of the records."""
     known = rows()
     columns = [*findings(next(iter(known.values())))]
-    lines = ["# Families", "", _INTRODUCTION, "", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = [
+        "# Families",
+        "",
+        _INTRODUCTION,
+        "",
+        "| | " + " | ".join(columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     refusals: dict[str, list[str]] = {}
     for name, row in known.items():
         cells = [found.partition(":")[0] for found in findings(row).values()]

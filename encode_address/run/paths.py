@@ -356,7 +356,12 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
     if verb in ("key", "value"):
         write = put_key if verb == "key" else put_value
         # From the end: the last tokens' keys are there whatever a sliding window's cache has let go.
-        return layer, "inside", write, (model.attention_op(layer), values, where - len(some[0][1]) if short else where, which)
+        return (
+            layer,
+            "inside",
+            write,
+            (model.attention_op(layer), values, where - len(some[0][1]) if short else where, which),
+        )
     if verb == "transplant":
         if first.mode == "random":
             hosts = own.values("output", layer, [(Run(host), edit.where) for _, host, edit in some])

@@ -27,7 +27,7 @@ class Limits:
     """What may be in memory at once.
 
     `tokens`: forwarded in one trace. `kept`: bytes of what a bundle keeps of its prompts, and of the caches of one
-    step. `per_prompt(path, length)`: bytes that a bundle keeps of one prompt. `text_rows`: how many times more a
+    step. `per_prompt(path, length)`: bytes that a bundle keeps of one prompt (0: not known). `text_rows`: how many times more a
     token costs whose logits are all needed. `step_rows`: of a one-token trace.
     """
 
@@ -180,9 +180,11 @@ class Plan:
         return max(sizes)
 
     def __str__(self) -> str:
+        known = self.limits.per_prompt(FINAL, 1) > 0
+        cached = f"{self.cache_bytes / 1e6:,.0f} MB of cached state at most" if known else "cached state unconfirmed"
         return (
             f"{self.cells:,} cells, {self.tokens:,} tokens of forward, floor {self.floor:,} "
-            f"({self.traces:,} traces, {self.cache_bytes / 1e6:,.0f} MB of cached state at most){self.note}"
+            f"({self.traces:,} traces, {cached}){self.note}"
         )
 
 
