@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
+
+from tests.oracle_parts import first, kind_of, mixer_of, state_in
 
 EMBED = -1
 Edit = Callable[[torch.Tensor], torch.Tensor]
@@ -31,10 +33,10 @@ class Oracle:
         self.module = module.eval()
         self.decoder = getattr(module.model, "language_model", module.model)
         self.embed = self.decoder.get_input_embeddings()
-        self.mixers = [_mixer(layer) for layer in self.decoder.layers]
-        kinds = [_kind(mixer) for mixer in self.mixers]
+        self.mixers = [mixer_of(layer) for layer in self.decoder.layers]
+        kinds = [kind_of(mixer) for mixer in self.mixers]
         self.linear, self.softmax = ([i for i, kind in enumerate(kinds) if kind == k] for k in ("linear", "softmax"))
-        self.outs = [_first(mixer, ("out_proj", "o_proj", "linear_out")) for mixer in self.mixers]
+        self.outs = [first(mixer, ("out_proj", "o_proj", "linear_out")) for mixer in self.mixers]
         self.heads = module.config.get_text_config().num_attention_heads
         # States that lie on modules: (layer, name) -> the module and its attribute.
         self.held = {}
@@ -171,7 +173,7 @@ class Oracle:
 
     @contextmanager
     def _inside(self, inner: dict[int, Inner]) -> Iterator[None]:
-        """All softmax layers compute attention by `_attention`, which makes the inner edits."""
+        """All softmax layers compute attention by `oracle_parts.attention`, which makes the inner edits."""
         if not inner:
             yield
             return
@@ -203,45 +205,6 @@ def _output_hook(edit: Edit):
         return edit(output)
 
     return hook
-
-
-def _first(module: torch.nn.Module, names: Sequence[str]) -> torch.nn.Module | None:
-    return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
-
-
-def _mixer(layer: torch.nn.Module) -> torch.nn.Module:
-    return _first(layer, ("linear_attn", "mamba", "conv", "temporal_block", "mixer", "self_attn"))
-
-
-def _kind(mixer: torch.nn.Module) -> str:
-    """By the names of transformers' classes."""
-    name = type(mixer).__name__
-    if name.endswith(("MLP", "MoE")):
-        return "mlp"
-    return "softmax" if name.endswith("Attention") and "Delta" not in name and "Lightning" not in name else "linear"
-
-
-def visible(new: int, old: int, window: int | None = None) -> torch.Tensor:
-    """(new, old): which of `old` keys each of the last `new` queries may read."""
-    seen = torch.ones(new, old, dtype=torch.bool).tril(old - new)
-    return seen if window is None else seen.triu(old - new - window + 1)
-
-
-def _attention(module, query, key, value, _mask, scaling: float, sliding_window: int | None = None, **_kwargs):
-    """Causal attention of prompts without padding, after the module's inner edit. Returns outputs and weights."""
-    if hasattr(module, "oracle_inner"):
-        query, key = module.oracle_inner(query, key)
-    copies, (new, old) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
-    key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    seen = visible(new, old, sliding_window)
-    weights = (query @ key.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf")).softmax(-1)
-    # The outputs by torch's own kernel, as the model without edits has them: its sums differ from those above.
-    kernel = torch.nn.functional.scaled_dot_product_attention
-    mask = {"is_causal": new > 1} if sliding_window is None else {"attn_mask": seen}
-    return kernel(query, key, value, scale=scaling, **mask).transpose(1, 2).contiguous(), weights
-
-
-AttentionInterface.register("oracle", _attention)
 
 
 # -- edits -------------------------------------------------------------------------
@@ -308,15 +271,6 @@ def swap_states(cache, donors, cells: Sequence[Any]) -> None:
                 mine[row, heads] = theirs[row, heads]
             if cell.mode in ("conv", "both"):
                 state_in(cache, layer, "conv")[row] = state_in(donors, layer, "conv")[row]
-
-
-def state_in(cache, layer: int, name: str) -> torch.Tensor:
-    """A linear layer's recurrent or conv state, wherever the family keeps it."""
-    if hasattr(cache, "held"):
-        return cache.held[layer, name]
-    if hasattr(cache, "linear_cache"):
-        return cache.linear_cache[layer]
-    return getattr(cache.layers[layer], f"{name}_states")[0]
 
 
 def random_like(donor: torch.Tensor, host: torch.Tensor, seed: int, layer: int, ids: tuple[int, ...]) -> torch.Tensor:

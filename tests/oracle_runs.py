@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from tests.oracle import EMBED, Oracle, visible
+from tests.oracle import EMBED, Oracle
+from tests.oracle_parts import visible
 
 # The config's number of heads of linear mixers, where it is not linear_num_value_heads.
 LINEAR_HEADS = {
