@@ -23,7 +23,7 @@ def slots(cache, layer, held=None):
             if getattr(own, attribute, {}).get(0) is not None:
                 found[name] = (getattr(own, attribute), 0)
         for name, attribute in (("keys", "keys"), ("values", "values"), ("seen", "cumulative_length")):
-            if getattr(own, attribute, None) is not None:
+            if getattr(own, attribute, None) is not None and own.keys is not None:
                 found[name] = (own, attribute)
     return found
 
@@ -41,10 +41,12 @@ def read_cache(cache, held=None):
     """
     saved = []
     for layer in range(max(len(cache), len(held or ()))):
-        values = {name: held_in(*slot) for name, slot in slots(cache, layer, held).items()}
-        saved.append({name: value.clone() for name, value in values.items() if isinstance(value, torch.Tensor)})
-        if isinstance(values.get("seen"), int):
-            saved[-1]["seen"] = torch.full((saved[-1]["keys"].shape[0],), values["seen"])
+        tensors = {}
+        for name, (holder, key) in slots(cache, layer, held).items():
+            value = held_in(holder, key)
+            # How many tokens a window has seen is one number: a row each, so that it travels with the rest.
+            tensors[name] = torch.full((tensors["keys"].shape[0],), value) if name == "seen" else value.clone()
+        saved.append(tensors)
     return saved
 
 
