@@ -79,7 +79,10 @@ BAD = {  # what is wrong: (the command, what its one line says)
     ),
     "transformer by type": ("check GIVEN/llama", "GIVEN/llama has no linear layers"),
     "recurrent by type": ("check GIVEN/mamba2", "GIVEN/mamba2 has no softmax layers"),
-    "hybrid of no family": ("check GIVEN/bailing_hybrid", r"model type 'bailing_hybrid' is not supported .*qwen3_5.*families\.py"),
+    "hybrid of no family": (
+        "check GIVEN/bailing_hybrid",
+        r"model type 'bailing_hybrid' is not supported .*qwen3_5.*families\.py",
+    ),
     "torn weights": ("check GIVEN/torn", "GIVEN/torn: its weights cannot be loaded"),
     "NaN weights": ("check GIVEN/nan", "GIVEN/nan.*NaN"),
     "no chat template": ("find --model GIVEN/plain --text bundled --out OUT", "has no chat template"),

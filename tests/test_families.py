@@ -57,9 +57,9 @@ def test_the_check_report_is_all_ok(model):
 def test_blocks_and_readers(name, model):
     pattern = tiny.pattern_of(name)
     softmax, linear = (tuple(i for i, kind in enumerate(pattern) if kind == k) for k in "al")
-    assert {name: block.layers for name, block in model.blocks.items()} == tiny.BLOCKS[pattern]
+    assert {name: block.layers for name, block in model.blocks.items()} == tiny.BLOCKS_OF[pattern]
     assert [block.reader for block in model.blocks.values()] == [*softmax, None]
-    assert [block.name for block in model.layout.tabled] == [*tiny.BLOCKS[pattern]][:-1]
+    assert [block.name for block in model.layout.tabled] == [*tiny.BLOCKS_OF[pattern]][:-1]
     assert (model.softmax_layers, model.linear_layers) == (softmax, linear)
 
 
@@ -115,7 +115,7 @@ def test_mixers_of_blocks_unions_and_layers(name, model):
         every = [layer.mixer._module for layer in model.layers]
         return [every.index(mixer._module) for mixer in model.mixers(names)]
 
-    blocks = tiny.BLOCKS[tiny.pattern_of(name)]
+    blocks = tiny.BLOCKS_OF[tiny.pattern_of(name)]
     assert layers_of("G1") == [*blocks["G1"]]
     assert layers_of("G2+G0") == [*blocks["G0"], *blocks["G2"]]
     assert layers_of("L4") == [4]
@@ -123,8 +123,8 @@ def test_mixers_of_blocks_unions_and_layers(name, model):
 
 def test_a_block_that_does_not_exist_is_answered_with_those_that_do(name, model):
     pattern = tiny.pattern_of(name)
-    names = ", ".join(tiny.BLOCKS[pattern])
-    with pytest.raises(NameNotFound, match=rf"'G9'.*{len(tiny.BLOCKS[pattern])} blocks \({names}\)"):
+    names = ", ".join(tiny.BLOCKS_OF[pattern])
+    with pytest.raises(NameNotFound, match=rf"'G9'.*{len(tiny.BLOCKS_OF[pattern])} blocks \({names}\)"):
         model.blocks["G9"]
     with pytest.raises(NameNotFound, match=rf"'G4'.*{names}"):
         model.mixers("G1+G4")

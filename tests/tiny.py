@@ -36,8 +36,9 @@ from encode_address.tasks import EntrySwap, Prompt, QuestionSwap, Swap, Text
 torch.set_num_threads(1)
 
 PATTERN = "llalallal"  # l linear, a softmax: blocks G0 [0-1], G1 [3], G2 [5-6], and G3 [8] without a reader
-BLOCKS = {
-    PATTERN: {"G0": (0, 1), "G1": (3,), "G2": (5, 6), "G3": (8,)},
+BLOCKS = {"G0": (0, 1), "G1": (3,), "G2": (5, 6), "G3": (8,)}
+BLOCKS_OF = {
+    PATTERN: BLOCKS,
     "llalal": {"G0": (0, 1), "G1": (3,), "G2": (5,)},
     "lallal": {"G0": (0,), "G1": (2, 3), "G2": (5,)},
     "lmlalmal": {"G0": (0, 2), "G1": (4,), "G2": (7,)},  # m an MLP that is a layer of its own
