@@ -1,4 +1,4 @@
-"""The command line: `encode-address find | run | transfer | replace | paper | compare | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | run | transfer | replace | paper | compare | plan | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
@@ -27,18 +27,10 @@ Seed = Annotated[int, typer.Option(help="seed of dictionaries; 0: the paper's")]
 Quick = Annotated[bool, typer.Option("--quick", help="fewer pairs and chat8 only, unless given")]
 Pool = Annotated[str, typer.Option(help="word pool")]
 TextSource = Annotated[str | None, typer.Option(help="for perplexity: a file, wikitext-2-v1, bundled")]
-Data = Annotated[
-    str | None, typer.Option(help="removal-mmlu: folder or file; default: the hub's")
-]
-Knowledge = Annotated[
-    bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval")
-]
-Normalisation = Annotated[
-    str | None, typer.Option(help="pruning: own (default) or paper")
-]
-BatchTokens = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")
-]
+Data = Annotated[str | None, typer.Option(help="removal-mmlu: folder or file; default: the hub's")]
+Knowledge = Annotated[bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval")]
+Normalisation = Annotated[str | None, typer.Option(help="pruning: own (default) or paper")]
+BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")]
 
@@ -212,6 +204,33 @@ def replace(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="checkpoint of the paper (qwen3.5-9b), bundled name, hub name or folder")
+    ],
+    experiment: Annotated[str, typer.Option(help="find, or an experiment's name (run --list)")] = "find",
+    variants: Variants = None,
+    n: Pairs = None,
+    seed: Seed = 0,
+    quick: Quick = False,
+    pool: Pool = "A",
+    text: TextSource = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="own, a bundled name, a folder or a hub name; default: no hub is asked")
+    ] = None,
+    batch_tokens: BatchTokens = None,
+) -> None:
+    """Say what a model is and what an experiment on it would take, without its weights."""
+    from encode_address.outlook import outlook
+
+    asked = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "dtype": dtype, "revision": revision}
+    chosen = variants.split(",") if variants is not None else None
+    typer.echo(outlook(model, experiment, variants=chosen, tokenizer=tokenizer, batch_tokens=batch_tokens, **asked))
+
+
+@app.command()
 def check(
     model: Annotated[str, typer.Argument(help="bundled name, hub name or folder")],
     device: Device = None,
@@ -240,9 +259,7 @@ def show(
 @app.command()
 def paper(
     folder: Annotated[Path, typer.Argument(help="results, figures and tables go here")],
-    model: Annotated[
-        list[str] | None, typer.Option(help="run what it lacks; without: only tables, figures")
-    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="run what it lacks; without: only tables, figures")] = None,
     n: Pairs = None,
     seed: Seed = 0,
     quick: Quick = False,
@@ -305,10 +322,10 @@ def compare(
 
 @app.command()
 def models() -> None:
-    """List the bundled models: what they are, what they can do, what was imposed on them."""
-    from encode_address.models.cards import listing
+    """List the bundled models (what they can do, what was imposed on them), and what each family of models supports."""
+    from encode_address.models import cards, support
 
-    typer.echo(listing())
+    typer.echo(f"{cards.listing()}\n\n{support.listing()}")
 
 
 @app.command()

@@ -105,17 +105,15 @@ def _generate(
     """(3, tokens) token ids: steered, plain, donor. One forward for each token serves all three."""
     device, prompts = model.device, torch.tensor([host, donor])
     with torch.no_grad(), own_threads(model):
-        with model.trace(prompts[:, :-1], use_cache=True, logits_to_keep=1) as tracer:
-            cache = tracer.result.cache.save()
-        saved, rows = read_cache(cache), torch.tensor([0, 0, 1])
+        cache = model.prefix(prompts[:, :-1])
+        saved, rows = read_cache(cache, model.held), torch.tensor([0, 0, 1])
         lent = torch.tensor([1, 0, 1])
         states = {(layer, name): lent for layer in layers for name in ("recurrent", "conv")} if edit == "state" else {}
-        write_cache(cache, saved, rows.to(device), states)
+        write_cache(cache, saved, rows.to(device), states, model.held)
         last, said = prompts[rows, -1:].to(device), []
         mixers = [model.layers[layer].mixer for layer in layers] if edit == "output" else []
         for length in range(len(host), len(host) + tokens):
-            mask = torch.ones(len(rows), length, dtype=torch.long, device=device)
-            with model.lm.trace(input_ids=last, attention_mask=mask, cache=cache, use_cache=True) as tracer:
+            with model.lm.trace(**model.continuation(last, length, cache)) as tracer:
                 for mixer in mixers:
                     mixer_output(mixer)[0] = mixer_output(mixer)[2]
                 logits = tracer.result.logits[:, -1].save()

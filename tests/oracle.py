@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import DynamicCache
+
+from tests.oracle_parts import first, kind_of, mixer_of, state_in
 
 EMBED = -1
 Edit = Callable[[torch.Tensor], torch.Tensor]
@@ -29,15 +31,18 @@ class Oracle:
 
     def __init__(self, module: torch.nn.Module, family: str) -> None:
         self.module = module.eval()
-        inner = module.model
-        self.decoder = inner.language_model if family == "qwen3_5" else inner
-        linear = "mamba" if "granite" in family or "mamba" in family else "linear_attn"
-        self.mixers, self.linear, self.softmax = [], [], []
-        for index, layer in enumerate(self.decoder.layers):
-            mixer = getattr(layer, linear, None)
-            (self.softmax if mixer is None else self.linear).append(index)
-            self.mixers.append(layer.self_attn if mixer is None else mixer)
+        self.decoder = getattr(module.model, "language_model", module.model)
+        self.embed = self.decoder.get_input_embeddings()
+        self.mixers = [mixer_of(layer) for layer in self.decoder.layers]
+        kinds = [kind_of(mixer) for mixer in self.mixers]
+        self.linear, self.softmax = ([i for i, kind in enumerate(kinds) if kind == k] for k in ("linear", "softmax"))
+        self.outs = [first(mixer, ("out_proj", "o_proj", "linear_out")) for mixer in self.mixers]
         self.heads = module.config.get_text_config().num_attention_heads
+        # States that lie on modules: (layer, name) -> the module and its attribute.
+        self.held = {}
+        for i in self.linear if family == "recurrent_gemma" else ():
+            self.held[i, "recurrent"] = (self.mixers[i].rg_lru, "recurrent_states")
+            self.held[i, "conv"] = (self.mixers[i], "conv1d_state")
 
     # -- forwards ------------------------------------------------------------------
     def run(
@@ -50,6 +55,8 @@ class Oracle:
     ):
         """One forward over whole prompts with edits, heads to remove and inner edits by layer. transformers' output."""
         kw = {"use_cache": False, "attention_mask": torch.ones_like(ids), **kw}
+        for what, state in getattr(kw.get("cache"), "held", {}).items():
+            setattr(*self.held[what], state)
         with torch.no_grad(), self._hooked(edits or {}, heads or {}), self._inside(inner or {}):
             return self.module(input_ids=ids, **kw)
 
@@ -125,6 +132,12 @@ class Oracle:
     # -- the one-token path --------------------------------------------------------
     def prefix(self, ids: torch.Tensor, one_by_one: bool = False):
         """The cache after all tokens but the last; `one_by_one`: token after token, by the kernels for one token."""
+        if self.held:
+            cache = DynamicCache(config=self.module.config)
+            cache.held = dict.fromkeys(self.held)
+            self.run(ids[:, :-1], use_cache=True, cache=cache)
+            cache.held = {what: getattr(*place).clone() for what, place in self.held.items()}
+            return cache
         cache = self.run(ids[:, :1] if one_by_one else ids[:, :-1], use_cache=True, logits_to_keep=1).cache
         for end in range(2, ids.shape[1]) if one_by_one else ():
             mask = torch.ones_like(ids[:, :end])
@@ -135,17 +148,23 @@ class Oracle:
         """Last tokens of `rows` and the keywords under which they continue a private copy of the cache."""
         mine = copy.deepcopy(cache)
         mine.reorder_cache(rows)
-        return ids[rows, -1:], {"cache": mine, "use_cache": True, "attention_mask": torch.ones_like(ids[rows])}
+        if hasattr(mine, "linear_cache"):
+            mine.linear_cache = [x[rows] if isinstance(x, torch.Tensor) else x for x in mine.linear_cache]
+        if self.held:
+            mine.held = {what: state[rows] for what, state in mine.held.items()}
+        last = ids[rows, -1:]
+        where = {"attention_mask": torch.ones_like(ids[rows]), "position_ids": torch.full_like(last, ids.shape[1] - 1)}
+        return last, {"cache": mine, "use_cache": True, **where}
 
     # -- hooks ---------------------------------------------------------------------
     @contextmanager
     def _hooked(self, edits: dict[int, Edit], heads: dict[int, int]) -> Iterator[None]:
         handles = []
         for layer, edit in edits.items():
-            site = self.decoder.embed_tokens if layer == EMBED else self.mixers[layer]
+            site = self.embed if layer == EMBED else self.mixers[layer]
             handles.append(site.register_forward_hook(_output_hook(edit)))
         for layer, head in heads.items():
-            handles.append(self.mixers[layer].o_proj.register_forward_pre_hook(self._head_hook(head), with_kwargs=True))
+            handles.append(self.outs[layer].register_forward_pre_hook(self._head_hook(head), with_kwargs=True))
         try:
             yield
         finally:
@@ -154,7 +173,7 @@ class Oracle:
 
     @contextmanager
     def _inside(self, inner: dict[int, Inner]) -> Iterator[None]:
-        """All softmax layers compute attention by `_attention`, which makes the inner edits."""
+        """All softmax layers compute attention by `oracle_parts.attention`, which makes the inner edits."""
         if not inner:
             yield
             return
@@ -186,22 +205,6 @@ def _output_hook(edit: Edit):
         return edit(output)
 
     return hook
-
-
-def _attention(module, query, key, value, _mask, scaling: float, **_kwargs):
-    """Causal attention of prompts without padding, after the module's inner edit. Returns outputs and weights."""
-    if hasattr(module, "oracle_inner"):
-        query, key = module.oracle_inner(query, key)
-    copies, (new, old) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
-    key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    visible = torch.ones(new, old, dtype=torch.bool).tril(old - new)
-    weights = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, float("-inf")).softmax(-1)
-    # The outputs by torch's own kernel, as the model without edits has them: its sums differ from those above.
-    kernel = torch.nn.functional.scaled_dot_product_attention
-    return kernel(query, key, value, is_causal=new > 1, scale=scaling).transpose(1, 2).contiguous(), weights
-
-
-AttentionInterface.register("oracle", _attention)
 
 
 # -- edits -------------------------------------------------------------------------
@@ -262,12 +265,12 @@ def swap_states(cache, donors, cells: Sequence[Any]) -> None:
     """The recurrent and/or conv states of the state cells' layers := those of another cache, row by row."""
     for row, cell in enumerate(cells):
         for layer in cell.layers if cell.intervention == "state" else ():
-            mine, theirs = cache.layers[layer], donors.layers[layer]
             heads = slice(None) if cell.head == -1 else cell.head
             if cell.mode in ("recurrent", "both"):
-                mine.recurrent_states[0][row, heads] = theirs.recurrent_states[0][row, heads]
+                mine, theirs = (state_in(some, layer, "recurrent") for some in (cache, donors))
+                mine[row, heads] = theirs[row, heads]
             if cell.mode in ("conv", "both"):
-                mine.conv_states[0][row] = theirs.conv_states[0][row]
+                state_in(cache, layer, "conv")[row] = state_in(donors, layer, "conv")[row]
 
 
 def random_like(donor: torch.Tensor, host: torch.Tensor, seed: int, layer: int, ids: tuple[int, ...]) -> torch.Tensor:

@@ -15,6 +15,16 @@ import torch
 from transformers import AttentionInterface
 
 from tests.oracle import EMBED, Oracle
+from tests.oracle_parts import visible
+
+# The config's number of heads of linear mixers, where it is not linear_num_value_heads.
+LINEAR_HEADS = {
+    "granitemoehybrid": "mamba_n_heads",
+    "bamba": "mamba_n_heads",
+    "nemotron_h": "mamba_num_heads",
+    "kimi_linear": "linear_num_heads",
+    "minimax": "num_attention_heads",
+}
 
 
 @dataclass
@@ -33,11 +43,8 @@ class Runs:
 
     def __init__(self, oracle: Oracle, means: Callable[[], dict[int, torch.Tensor]] = dict) -> None:
         self.oracle, self.means = oracle, means
-        self.linear_heads = next(
-            n
-            for name in ("linear_num_value_heads", "mamba_n_heads")
-            if (n := getattr(oracle.module.config.get_text_config(), name, None))
-        )
+        config, names = oracle.module.config.get_text_config(), LINEAR_HEADS.get(oracle.module.config.model_type, "")
+        self.linear_heads = getattr(config, names or "linear_num_value_heads", 1)
         self._seen: dict[tuple, Seen] = {}
 
     def run(self, prompt: Any, edits: tuple = (), exit: int | None = None) -> Seen:
@@ -98,11 +105,18 @@ class Runs:
             return inner
 
         def heads(layer: int):
-            count = oracle.heads if layer in oracle.softmax else self.linear_heads
+            count = oracle.heads if layer in oracle.softmax else self.linear_heads if layer in oracle.linear else 1
 
             def hook(_module, args, kwargs):
                 split = args[0].view(*args[0].shape[:2], count, -1)
                 return (at("heads", layer, split).view_as(args[0]), *args[1:]), kwargs
+
+            return hook
+
+        def passed_on(layer: int):
+            def hook(_module, _inputs, output):
+                entered = seen.sites["residual", layer][None]
+                return (entered, *output[1:]) if isinstance(output, tuple) else entered
 
             return hook
 
@@ -111,19 +125,19 @@ class Runs:
             def hooked(handle: Any) -> None:
                 stack.callback(handle.remove)
 
-            hooked(oracle.decoder.embed_tokens.register_forward_hook(after("output", EMBED)))
-            for i, (layer, mixer) in enumerate(zip(layers, oracle.mixers)):
-                out = getattr(mixer, "out_proj", None) or mixer.o_proj
+            hooked(oracle.embed.register_forward_hook(after("output", EMBED)))
+            for i, (layer, mixer, out) in enumerate(zip(layers, oracle.mixers, oracle.outs)):
                 hooked(layer.register_forward_pre_hook(before("residual", i), with_kwargs=True))
                 hooked(mixer.register_forward_pre_hook(before("input", i), with_kwargs=True))
-                hooked(out.register_forward_pre_hook(heads(i), with_kwargs=True))
+                if out is not None:
+                    hooked(out.register_forward_pre_hook(heads(i), with_kwargs=True))
                 hooked(mixer.register_forward_hook(after("output", i)))
                 if i in gone:
-                    hooked(layer.register_forward_hook(lambda *_, i=i: seen.sites["residual", i][None]))
+                    hooked(layer.register_forward_hook(passed_on(i)))
                 if i in oracle.softmax:
                     mixer.oracle_runs = (attend(i), seen.weights, i)
                     stack.callback(delattr, mixer, "oracle_runs")
-                    if mixer.q_proj.out_features == 2 * mixer.o_proj.in_features:
+                    if mixer.q_proj.out_features == 2 * out.in_features:
                         hooked(mixer.q_proj.register_forward_hook(gated(i, oracle.heads)))
             if exit is not None:
                 oracle.decoder.layers = layers[: exit + 1]
@@ -155,14 +169,14 @@ class Runs:
         return write
 
 
-def _attention(module, query, key, value, _mask, scaling: float, **_kwargs):
+def _attention(module, query, key, value, _mask, scaling: float, sliding_window: int | None = None, **_kwargs):
     """Causal attention of a prompt without padding, after the module's edits."""
     inner, weights, layer = module.oracle_runs
     query, key, value = inner(query, key, value)
     copies, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    visible = torch.ones(length, length, dtype=torch.bool).tril()
-    weights[layer] = (query @ key.transpose(2, 3) * scaling).masked_fill(~visible, float("-inf")).softmax(-1)[0]
+    unseen = ~visible(length, length, sliding_window)
+    weights[layer] = (query @ key.transpose(2, 3) * scaling).masked_fill(unseen, float("-inf")).softmax(-1)[0]
     return (weights[layer] @ value).transpose(1, 2).contiguous(), weights[layer]
 
 

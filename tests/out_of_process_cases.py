@@ -17,11 +17,13 @@ from encode_address.interventions import (
     final_attention,
     gates,
     head_outputs,
+    held_in,
     mixer_output,
     query_and_key,
     read_cache,
     remove,
     remove_head,
+    slots,
     transplant,
     truncated_logits,
     value_of,
@@ -48,6 +50,7 @@ from encode_address.run.edits import (
     put_query,
     put_value,
     set_value,
+    skip,
     state_stands,
     zero_head,
 )
@@ -201,7 +204,7 @@ def truncates_at_every_layer(model, backend):
     return seen
 
 
-@case(read_cache, write_cache, writes=True)
+@case(read_cache, write_cache, slots, held_in, writes=True)
 def continues_from_cache(model, backend):
     """A state transplant: row 1 goes on from row 0's recurrent states, and the cache never leaves the server."""
     lm, linear, rows = model.lm, model.linear_layers, torch.tensor([0, 1, 2])
@@ -323,7 +326,7 @@ def edits_inside_attention(model, backend):
     return edited(model, backend, [one, *more], watch=[first, last])
 
 
-@case(apply_edits, put_inputs, put_value, pass_on, value_of, write_value, _site, writes=True)
+@case(apply_edits, put_inputs, put_value, pass_on, skip, value_of, write_value, _site, writes=True)
 def edits_of_what_enters(model, backend):
     """A layer's residual stream, a mixer's input, the values of its attention; and a layer that does not run."""
     last, width = model.softmax_layers[-1], model.config.hidden_size

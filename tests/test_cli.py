@@ -51,7 +51,7 @@ def given(tmp_path_factory) -> Path:
     hybrid = json.loads((BUNDLED_DIR / "tiny-gdn" / "config.json").read_text())
     for kind in ("full_attention", "linear_attention"):
         config_only(folder, kind, {**hybrid, "layer_types": [kind] * hybrid["num_hidden_layers"]})
-    for model_type in ("llama", "mamba2", "minimax"):
+    for model_type in ("llama", "mamba2", "bailing_hybrid"):
         config_only(folder, model_type, {"model_type": model_type})
     own = shutil.ignore_patterns("task.json", "card.json", "*.jinja")  # without them: a checkpoint like anyone's
     plain = shutil.copytree(BUNDLED_DIR / "tiny-gdn", folder / "plain", ignore=own)
@@ -79,7 +79,10 @@ BAD = {  # what is wrong: (the command, what its one line says)
     ),
     "transformer by type": ("check GIVEN/llama", "GIVEN/llama has no linear layers"),
     "recurrent by type": ("check GIVEN/mamba2", "GIVEN/mamba2 has no softmax layers"),
-    "hybrid of no family": ("check GIVEN/minimax", r"model type 'minimax' is not supported .*qwen3_5.*families\.py"),
+    "hybrid of no family": (
+        "check GIVEN/bailing_hybrid",
+        r"model type 'bailing_hybrid' is not supported .*qwen3_5.*families\.py",
+    ),
     "torn weights": ("check GIVEN/torn", "GIVEN/torn: its weights cannot be loaded"),
     "NaN weights": ("check GIVEN/nan", "GIVEN/nan.*NaN"),
     "no chat template": ("find --model GIVEN/plain --text bundled --out OUT", "has no chat template"),
@@ -365,7 +368,7 @@ OPTIONS = {
     "check": "model --device --dtype --revision",
     "show": "folder",
     "figures": "folder",
-    "": "find run transfer replace paper compare check show figures models train --debug",
+    "": "find run transfer replace paper compare plan check show figures models train --debug",
 }
 
 

@@ -288,7 +288,7 @@ def test_a_family_without_continuation_runs_in_full_and_says_so():
     close(one, [dataclasses.replace(cell, path=FULL) for cell in cells], table, usual, 1e-4)
     assert set(table["key"]).isdisjoint(usual["key"])
     assert "continue" not in str(engine.plan(untouched(one, FULL)))
-    with pytest.raises(RunError, match="granitemoehybrid keeps its state outside the cache"):
+    with pytest.raises(RunError, match="granitemoehybrid does not continue exactly from a cache"):
         engine.run(patched(one, FINAL, (0,), verb="state", mode="both"))
 
 

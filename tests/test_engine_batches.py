@@ -195,8 +195,8 @@ def test_caches_that_cells_run_from_are_not_changed(monkeypatch):
     """Every cell continues from a copy: after all cells the prefixes' caches are what they were before the first."""
     name, kept = NAMES[0], []
 
-    def spy(cache):
-        saved = paths_read(cache)
+    def spy(*where):
+        saved = paths_read(*where)
         kept.append((saved, [{what: tensor.clone() for what, tensor in layer.items()} for layer in saved]))
         return saved
 

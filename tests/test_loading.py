@@ -73,7 +73,7 @@ def test_a_model_with_one_kind_of_layer_is_no_hybrid(tmp_path, model_type, words
     assert words in refusal(str(tmp_path))
 
 
-@pytest.mark.parametrize("model_type", ["jamba"])
+@pytest.mark.parametrize("model_type", ["bailing_hybrid"])
 def test_an_unsupported_model_type_names_the_place_to_add_it(tmp_path, model_type):
     """The reader learns at once that it is the architecture, not the tokenizer (which this folder lacks as well)."""
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)

@@ -256,8 +256,8 @@ def key_to_a_copy(mixer, op, key, positions, rows=None):
     iv.query_and_key(mixer, op)[1].clone()[:] = 0
 
 
-def hosts_own_states(cache, saved, rows, swapped=None):
-    iv.write_cache(cache, saved, rows)
+def hosts_own_states(cache, saved, rows, swapped=None, held=None):
+    iv.write_cache(cache, saved, rows, held=held)
 
 
 LOST = {

@@ -272,5 +272,5 @@ def test_final_cells_of_a_family_that_does_not_continue_run_as_full_forwards():
 
 def test_a_state_transplant_is_refused_where_the_state_is_not_in_the_cache():
     cells = [*removals(A, (0,)), Cell("state", A, layers=(1,), donor=B, mode="recurrent")]
-    with pytest.raises(RunError, match=r"^jamba keeps its state outside the cache: state transplants do not run"):
+    with pytest.raises(RunError, match=r"^jamba does not continue exactly from a cache: state transplants do not run"):
         without_continuation(cells, "jamba")

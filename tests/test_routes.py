@@ -280,7 +280,7 @@ def test_without_a_cache_the_rest_is_left_out_with_a_reason(monkeypatch):
     assert gates.labels["part"] == "half-life"
     said = routes.conclude(rows_of(1, 0, final=False), setting(continues=False))
     assert said.status == "holds"
-    assert said.figures["probes"] == "not run: qwen3_5 keeps its state outside the cache"
+    assert said.figures["probes"] == "not run: qwen3_5 does not continue exactly from a cache"
 
 
 # -- on a trained model ------------------------------------------------------------------------------------------------

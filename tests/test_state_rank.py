@@ -154,7 +154,7 @@ def test_what_cannot_be_read_is_one_clear_line(monkeypatch):
     task, text = ea.tasks.dictionary(model, "chat8"), text_source(None, True)
     setting = base.Setting(model, "chat8", task, 2, 0, text)
     monkeypatch.setattr(model, "family", replace(model.family, continues=False))
-    with pytest.raises(RunError, match="keeps its state outside the cache: its rank cannot be read"):
+    with pytest.raises(RunError, match="does not continue exactly from a cache: its rank cannot be read"):
         next(state_rank.steps(setting))
 
     def full(*_args, **_kwargs):

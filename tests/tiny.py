@@ -37,6 +37,12 @@ torch.set_num_threads(1)
 
 PATTERN = "llalallal"  # l linear, a softmax: blocks G0 [0-1], G1 [3], G2 [5-6], and G3 [8] without a reader
 BLOCKS = {"G0": (0, 1), "G1": (3,), "G2": (5, 6), "G3": (8,)}
+BLOCKS_OF = {
+    PATTERN: BLOCKS,
+    "llalal": {"G0": (0, 1), "G1": (3,), "G2": (5,)},
+    "lallal": {"G0": (0,), "G1": (2, 3), "G2": (5,)},
+    "lmlalmal": {"G0": (0, 2), "G1": (4,), "G2": (7,)},  # m an MLP that is a layer of its own
+}
 HEADS, KV_HEADS = 4, 2
 
 # -- words -----------------------------------------------------------------------
@@ -180,17 +186,28 @@ FAMILIES: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
+def pattern_of(name: str) -> str:
+    """The layers of a family's tiny model: l linear, a softmax, m neither."""
+    from tests.tiny_families import PATTERNS
+
+    return PATTERNS.get(name, PATTERN)
+
+
 def build(name: str) -> torch.nn.Module:
-    """The random model of one family, fp32 on the CPU; the same weights every time."""
+    """The random model of one family (of FAMILIES, or of `tiny_families.MORE`), fp32 on the CPU; always the same weights."""
+    from tests.tiny_families import MORE
+
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sorted(FAMILIES).index(name) if name in FAMILIES else 0)
-        return randomise(FAMILIES[name]())
+        torch.manual_seed(sorted(FAMILIES).index(name) if name in FAMILIES else len(FAMILIES) + [*MORE].index(name))
+        return randomise({**FAMILIES, **MORE}[name]())
 
 
 def randomise(module: torch.nn.Module) -> torch.nn.Module:
     """Scale matrices up and move every vector (norm weight, bias, decay, ...) off its trivial start."""
     with torch.no_grad():
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
+            if name.endswith("A_log") and parameter.ndim > 1:
+                continue  # Mamba-1: log decays, which would be none at all
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
             else:

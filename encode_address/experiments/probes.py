@@ -132,9 +132,7 @@ def states(engine: Any, some: Sequence[Prompt]) -> dict[int, np.ndarray]:
     for start in range(0, len(some), size):
         ids = torch.tensor([prompt.ids for prompt in some[start : start + size]])
         engine.count(ids.numel())
-        with torch.no_grad(), model.trace(ids, use_cache=True, logits_to_keep=1) as tracer:
-            cache = tracer.result.cache.save()
-        saved = read_cache(cache)
+        saved = read_cache(model.prefix(ids), model.held)
         for layer, kept in chunks.items():
             if "recurrent" not in saved[layer]:
                 raise RunError(f"{model.name}: L{layer} has no recurrent state in the cache: it cannot be probed")

@@ -105,11 +105,11 @@ def resampled_cells(
 
 
 def head_cells(swaps: Sequence[Swap], model: Any, labels: Mapping[str, Any] | None = None) -> list[Cell]:
-    """Both forms of every pair with each head of each mixer, softmax or linear, removed at all positions."""
+    """Both forms of every pair with each head of each mixer that has heads, softmax or linear, removed at all positions."""
     shared = {"experiment": "removal", **(labels or {})}
     return [
         swap_cell("heads", swap, form, {**shared, "block": f"L{layer}H{head}"}, layers=(layer,), head=head, mode="zero")
-        for layer in range(len(model.layout.kinds))
+        for layer in model.headed
         for head in range(model.heads_of(layer))
         for swap in swaps
         for form in FORMS
@@ -141,7 +141,7 @@ def head_text_cells(chunks: Sequence[Prompt], model: Any, labels: Mapping[str, A
             "heads", chunk, layers=(layer,), head=head, text=True,
             labels={**shared, "block": f"L{layer}H{head}", "pair": i},
         )
-        for layer in range(len(model.layout.kinds))
+        for layer in model.headed
         for head in range(model.heads_of(layer))
         for i, chunk in enumerate(chunks)
     ]  # fmt: skip

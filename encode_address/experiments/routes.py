@@ -222,7 +222,7 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     figures: dict[str, Any] = {"recovery": _recoveries(rows)}
     why = f"of the gap keys and values of the dictionary recover {kv}, its states {state}, both {both}"
     if not setting.model.family.continues:
-        reason = f"not run: {setting.model.family.name} keeps its state outside the cache"
+        reason = f"not run: {setting.model.family.name} does not continue exactly from a cache"
         figures |= {"states before the last token": reason, "probes": reason}
     else:
         why += (

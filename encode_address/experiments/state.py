@@ -64,6 +64,7 @@ def head_cells(items: Sequence[QuestionSwap], model: Any, labels: Mapping[str, A
             "state", item, f"L{layer}H{head}", (layer,), "same-dictionary", item.donor, labels, "recurrent", head
         )
         for layer in model.linear_layers
+        if layer in model.headed
         for head in range(model.heads_of(layer))
         for item in items
     ]  # fmt: skip

@@ -111,7 +111,7 @@ def steps(setting: Setting) -> Iterator[Reading]:
     """A reading per source and mark."""
     model, family = setting.model, setting.model.family
     if not family.continues:
-        raise RunError(f"{family.name} keeps its state outside the cache: its rank cannot be read")
+        raise RunError(f"{family.name} does not continue exactly from a cache: its rank cannot be read")
     labels = {"experiment": "state-rank", "split": "confirmation"}
     known = roles(setting.layout, setting.circuit)
     hosts = [item.host for item in setting.task.questions(setting.n, setting.seed)]
@@ -164,9 +164,7 @@ def _cache(engine: Any, ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     """What the cache holds after whole prompts (batch, positions)."""
     engine.count(ids.numel())
     try:
-        with torch.no_grad(), engine.model.trace(ids, use_cache=True, logits_to_keep=1) as tracer:
-            cache = tracer.result.cache.save()
-        return read_cache(cache)
+        return read_cache(engine.model.prefix(ids), engine.model.held)
     except Exception as error:
         if not out_of_memory(error):
             raise

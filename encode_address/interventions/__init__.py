@@ -19,7 +19,7 @@ from encode_address.interventions.query_key import (
     write_query,
     write_value,
 )
-from encode_address.interventions.state import read_cache, write_cache, write_state_head
+from encode_address.interventions.state import held_in, read_cache, slots, write_cache, write_state_head
 from encode_address.interventions.truncate import truncated_logits
 
 __all__ = [
@@ -29,12 +29,14 @@ __all__ = [
     "final_attention",
     "gates",
     "head_outputs",
+    "held_in",
     "mixer_output",
     "query_and_key",
     "read_cache",
     "remove",
     "remove_head",
     "run_layers",
+    "slots",
     "stitched",
     "transplant",
     "truncated_logits",

@@ -6,7 +6,7 @@ import torch
 def mixer_output(mixer):
     """The output tensor (batch, positions, d_model) of a mixer, whether it returns a tensor or a tuple.
 
-    Works for any module whose output comes first, so `model.embed` is a valid `mixer` too.
+    Works for any module whose output comes first, so `model.embed` and a decoder layer are valid "mixers" too.
     """
     output = mixer.output
     return output[0] if isinstance(output, tuple) else output
@@ -60,7 +60,8 @@ def run_layers(layers, residual, mask=None, zeroed=False):
     hooks = [layer.mixer._module.register_forward_hook(_nothing) for layer in layers] if zeroed else []
     try:
         for layer in layers:
-            residual = layer(residual, position_embeddings=None, attention_mask=mask, cache=None)
+            left = layer(residual, position_embeddings=None, attention_mask=mask, cache=None)
+            residual = left[0] if isinstance(left, tuple) else left
     finally:
         for hook in hooks:
             hook.remove()

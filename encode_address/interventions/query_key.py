@@ -24,8 +24,15 @@ def attention_row(query, key, scaling, mask=None):
 
 
 def final_attention(mixer, op, mask=None):
-    """Attention weights (batch, heads, keys) from the last position of a softmax layer, from its own q and k."""
+    """Attention weights (batch, heads, keys) from the last position of a softmax layer, from its own q and k.
+
+    The keys are those there are: a sliding window has weight on its last ones only, and its cache holds no others.
+    """
     query, key, scaling = query_and_key(mixer, op)
+    window = getattr(mixer.source, op).inputs[1].get("sliding_window")
+    if window is not None and window < key.shape[2]:
+        near = torch.arange(key.shape[2], device=key.device) >= key.shape[2] - window
+        mask = near[None] if mask is None else near[None] & mask.to(key.device, torch.bool)
     return attention_row(query[:, :, -1], key, scaling, mask)
 
 
@@ -35,7 +42,7 @@ def entry_attention(mixer, op, entries):
     `entries` (batch, entries, keys) is 1 where a token belongs to an entry (paper section 4, reader attention).
     """
     weights = final_attention(mixer, op)
-    return torch.einsum("bhk,bek->bhe", weights, entries.to(weights))
+    return torch.einsum("bhk,bek->bhe", weights, entries[:, :, -weights.shape[2] :].to(weights))
 
 
 def write_query(mixer, op, query, rows=None, head=-1):

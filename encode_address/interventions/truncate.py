@@ -1,12 +1,15 @@
 """Truncation: what the model says when it stops after a layer (paper section 3.1)."""
 
+from encode_address.interventions.outputs import mixer_output
 
-def truncated_logits(layer, final_norm, lm_head, scaling=1.0, every=False):
+
+def truncated_logits(layer, final_norm, lm_head, scaling=1.0, every=False, cap=None):
     """Logits at the last position, (batch, vocab), of the model without the layers above `layer`.
 
-    The final norm and the head read that layer's output; `scaling` is `model.logits_scaling`. `every`: at all positions,
-    (batch, positions, vocab).
+    The final norm and the head read that layer's output; `scaling` and `cap` are `model.logits_scaling` and
+    `model.logits_cap`. `every`: at all positions, (batch, positions, vocab).
     """
-    if every:
-        return lm_head(final_norm(layer.output)) / scaling
-    return lm_head(final_norm(layer.output[:, -1:]))[:, -1] / scaling
+    output = mixer_output(layer)
+    logits = lm_head(final_norm(output if every else output[:, -1:])) / scaling
+    logits = logits if cap is None else (logits / cap).tanh() * cap
+    return logits if every else logits[:, -1]

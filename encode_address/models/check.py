@@ -13,7 +13,7 @@ from typing import Any
 import nnsight
 import torch
 
-from encode_address.errors import ModelError
+from encode_address.errors import ModelError, TaskError
 from encode_address.interventions import final_attention, mixer_output, query_and_key, truncated_logits
 from encode_address.models.hybrid import HybridModel
 
@@ -54,10 +54,11 @@ def check(model: HybridModel, full: bool = True) -> Report:
     In a lower precision, and on a GPU (whose kernels for one token and for many differ), they are stated, not judged.
     """
     exact = model.dtype == "float32" and model.device.type == "cpu"
-    findings = [_kinds(model), _firing(model)]
-    for finding in findings:
-        if finding.ok is False:
-            raise ModelError(f"{model.name}: {finding.name}: {finding.seen}")
+    findings: list[Finding] = []
+    for verify in (_kinds, _firing):
+        findings.append(verify(model))
+        if findings[-1].ok is False:
+            raise ModelError(f"{model.name}: {findings[-1].name}: {findings[-1].seen}")
     if full:
         findings += [_identity(model), _split(model, exact), _padding(model, exact)]
         findings += [_attention(model, exact), _inner_firing(model), _truncation(model, exact)]
@@ -91,9 +92,12 @@ def _kinds(model: HybridModel) -> Finding:
         return Finding(name, False, f"the config names {len(model.layout.kinds)} layers, the module has {len(layers)}")
     for index, (layer, kind) in enumerate(zip(layers, model.layout.kinds)):
         attr = model.family.mixer_attr(kind)
-        mixer = getattr(layer, attr, None)
+        mixer, class_name = getattr(layer, attr, None), model.family.mixer_class(kind)
         if mixer is None:
             return Finding(name, False, f"L{index} should be {kind} but has no {attr}")
+        if not type(mixer).__name__.endswith(class_name):
+            found = type(mixer).__name__
+            return Finding(name, False, f"L{index} should be {kind} but its {attr} is a {found}, not a {class_name}")
         if model.layers[index].mixer._module is not mixer:
             return Finding(name, False, f"L{index}: the name `mixer` does not lead to {attr}")
     return Finding(name, True, f"{len(layers)} layers")
@@ -157,18 +161,17 @@ def _split(model: HybridModel, exact: bool) -> Finding:
     for length in LENGTHS:
         whole, split = both_paths(model, random_ids(model, 2, length, seed=length))
         gaps.append((float((whole - split).abs().max()), float(whole.std()), f"{length} tokens"))
+    if not model.family.continues:
+        return Finding("split execution is not used", True, f"it differs by {max(gap for gap, *_ in gaps):.2g}")
     return _within("split execution = full forward", gaps, exact)
 
 
 def both_paths(model: HybridModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Last logits (batch, vocab) of one full forward, and of the last token continued from its prefix's cache."""
-    mask = torch.ones_like(ids).to(model.device)
     with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
         whole = tracer.result.logits[:, -1].float().clone().save()
-    with torch.no_grad(), model.trace(ids[:, :-1], use_cache=True, logits_to_keep=1) as tracer:
-        cache = tracer.result.cache.save()
-    last = ids[:, -1:].to(model.device)
-    with torch.no_grad(), model.lm.trace(input_ids=last, attention_mask=mask, cache=cache, use_cache=True) as tracer:
+    last = model.continuation(ids[:, -1:].to(model.device), ids.shape[1], model.prefix(ids[:, :-1]))
+    with torch.no_grad(), model.lm.trace(**last) as tracer:
         split = tracer.result.logits[:, -1].float().clone().save()
     return whole, split
 
@@ -211,9 +214,10 @@ def _inner_firing(model: HybridModel) -> Finding:
 def _truncation(model: HybridModel, exact: bool) -> Finding:
     """The model "truncated" after its last layer is the model."""
     ids = random_ids(model, 2, 20, seed=5)
-    layer, norm, head, scaling = model.layers[-1], model.final_norm, model.lm_head, model.logits_scaling
+    layer, norm, head = model.layers[-1], model.final_norm, model.lm_head
+    scaling, cap = model.logits_scaling, model.logits_cap
     with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
-        ours = truncated_logits(layer, norm, head, scaling).float().clone().save()
+        ours = truncated_logits(layer, norm, head, scaling, cap=cap).float().clone().save()
         own = tracer.result.logits[:, -1].float().clone().save()
     gap = float((ours - own).abs().max()), float(own.std()), "the last layer"
     return _within("exit after the last layer = logits", [gap], exact)
@@ -221,6 +225,12 @@ def _truncation(model: HybridModel, exact: bool) -> Finding:
 
 def _padding(model: HybridModel, exact: bool) -> Finding:
     ids = random_ids(model, 1, 70, seed=3)[0].tolist()
+    if not model.pads:
+        try:
+            model.encode([ids, ids[:9]])
+        except TaskError as error:
+            return Finding("left padding is refused", True, str(error))
+        return Finding("left padding is refused", False, "prompts of different length were taken")
     gaps = []
     for length in (9, 57):
         with torch.no_grad(), model.trace(ids[:length]) as tracer:

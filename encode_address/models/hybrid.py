@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from nnsight.modeling.transformers import TransformersModel
+from transformers import DynamicCache
 
 from encode_address.errors import ModelError, TaskError
 from encode_address.interventions import read_cache
@@ -45,7 +46,7 @@ class HybridModel:
         revision: str | None = None,
         remote: bool = False,
     ) -> None:
-        self.lm = TransformersModel(module, tokenizer=tokenizer, task="text-generation", rename=family.rename)
+        self.lm = self._wrapped(module, tokenizer, family.rename)
         self.name, self.tokenizer, self.family, self.layout = name, tokenizer, family, layout
         self.folder, self.revision, self.remote = folder, revision, remote
         self.config = self.lm._module.config.get_text_config()
@@ -93,26 +94,49 @@ class HybridModel:
         return self.config.num_attention_heads
 
     def heads_of(self, layer: int) -> int:
-        """Heads of a layer's mixer: query heads of a softmax layer, value heads of a linear one."""
+        """Heads of a layer's mixer: query heads of a softmax layer, value heads of a linear one.
+
+        Raises ModelError where the mixer has none.
+        """
         if layer in self.softmax_layers:
             return self.heads
-        names = ("linear_num_value_heads", "mamba_n_heads")
-        return next(count for name in names if (count := getattr(self.config, name, None)))
+        if self.family.linear_heads is None or layer not in self.linear_layers:
+            kind = self.layout.kinds[layer]
+            raise ModelError(
+                f"{self.name}: the {kind} mixers of the family {self.family.name} have no heads (L{layer})"
+            )
+        return getattr(self.config, self.family.linear_heads)
+
+    @property
+    def headed(self) -> tuple[int, ...]:
+        """The layers whose mixers have heads."""
+        linear = self.linear_layers if self.family.linear_heads is not None else ()
+        return tuple(sorted((*self.softmax_layers, *linear)))
 
     @property
     def gated(self) -> bool:
         """Whether softmax outputs are gated: the query projection then gives a gate beside each head's query."""
-        projection = self.layers[self.softmax_layers[0]].mixer.q_proj._module
-        return projection.out_features == 2 * self.heads * self.head_dim
+        return self.family.gated
 
     @property
     def head_dim(self) -> int:
-        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads
+        """The width of a query and a key."""
+        return getattr(self.config, self.family.head_dim, None) or self.config.hidden_size // self.heads
+
+    @property
+    def pads(self) -> bool:
+        """Whether prompts of different length can share a batch."""
+        return self.family.pads and not getattr(self.config, self.family.unpadded_by, False)
 
     @property
     def logits_scaling(self) -> float:
         """What the head's output is divided by to give the model's logits."""
         return getattr(self.config, "logits_scaling", 1.0)
+
+    @property
+    def logits_cap(self) -> float | None:
+        """The soft cap of the model's logits, cap x tanh(logits / cap), where it has one."""
+        return getattr(self.config, "logits_soft_cap", None)
 
     # -- facts ---------------------------------------------------------------
     @property
@@ -156,10 +180,9 @@ class HybridModel:
     def cache_bytes(self, length: int) -> int:
         """The size of one prompt's cache: states, and keys and values of `length` tokens. One token is run to see."""
         if self._cache_sizes is None:
-            with torch.no_grad(), self.trace([[0]], use_cache=True, logits_to_keep=1) as tracer:
-                cache = tracer.result.cache.save()
+            cache = self.prefix([[0]])
             sizes = {True: 0, False: 0}
-            for layer in read_cache(cache):
+            for layer in read_cache(cache, self.held):
                 for name, tensor in layer.items():
                     sizes[name in ("keys", "values")] += tensor.numel() * tensor.element_size()
             self._cache_sizes = sizes[False], sizes[True]
@@ -186,6 +209,10 @@ class HybridModel:
         ids = torch.tensor([[0] * (length - len(r)) + list(r) for r in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(r)) + [1] * len(r) for r in rows], device=self.device)
         batch = {"input_ids": ids, "attention_mask": mask}
+        if len({len(r) for r in rows}) > 1 and not self.pads:
+            raise TaskError(
+                f"{self.name}: {self.family.name} does not mask padding: give prompts of one length at a time"
+            )
         if len({len(r) for r in rows}) > 1:
             batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         return batch
@@ -200,6 +227,41 @@ class HybridModel:
             kwargs.setdefault("remote", True)
         return self.lm.trace(**self.encode(prompts), **kwargs)
 
+    @property
+    def held(self) -> list[dict[str, tuple[Any, str]]] | None:
+        """Per layer, the states that its modules hold themselves (see `interventions.slots`); None where the cache has all."""
+        if not self.family.held:
+            return None
+        layers = self.module.get_decoder().layers
+        return [
+            {name: _place(layers[i], path) for name, path in self.family.held.items()} if kind == "linear" else {}
+            for i, kind in enumerate(self.layout.kinds)
+        ]
+
+    def prefix(self, ids: Any) -> Any:
+        """The cache after token ids (batch, positions), all of one length."""
+        if not self.family.held:
+            with torch.no_grad(), self.trace(ids, use_cache=True, logits_to_keep=1) as tracer:
+                cache = tracer.result.cache.save()
+            return cache
+        # Such a model returns no cache, and goes on from whatever its modules still hold.
+        for slots in self.held:
+            for holder, attribute in slots.values():
+                setattr(holder, attribute, None)
+        cache = DynamicCache(config=self.config)
+        with torch.no_grad(), self.trace(ids, use_cache=True, logits_to_keep=1, cache=cache) as tracer:
+            tracer.result.logits.save()
+        return cache
+
+    def continuation(self, last: torch.Tensor, length: int, cache: Any) -> dict[str, Any]:
+        """The keywords of a trace of one more token (batch, 1) each, of prompts of `length`, from their prefixes' cache."""
+        # Without a mask of full length nnsight makes one of one token, and the softmax layers mask wrongly, silently.
+        mask = torch.ones(len(last), length, dtype=torch.long, device=last.device)
+        # Some models count positions from 0 again when they are not given.
+        positions = torch.full_like(last, length - 1)
+        known = {"input_ids": last, "attention_mask": mask, "position_ids": positions}
+        return {**known, "cache": cache, "use_cache": True}
+
     def attention_op(self, layer: int) -> str:
         """The name of a softmax layer's attention call, for `interventions.final_attention`.
 
@@ -207,7 +269,7 @@ class HybridModel:
         """
         if layer not in self.softmax_layers:
             raise ModelError(
-                f"L{layer} is a linear layer and has no attention; softmax layers: {self._softmax_names()}"
+                f"L{layer} is a {self.layout.kinds[layer]} layer and has no attention; softmax layers: {self._softmax_names()}"
             )
         names = [n for n in self.layers[layer].mixer.source.names if n.startswith("attention_interface")]
         if not names:
@@ -234,10 +296,15 @@ class HybridModel:
             "heads": self.heads,
             "head_dim": self.head_dim,
             "logits_scaling": self.logits_scaling,
+            "logits_cap": self.logits_cap,
         }
         return _view, (self.lm, facts)
 
     # -- helpers -------------------------------------------------------------
+    @staticmethod
+    def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str]) -> Any:
+        return TransformersModel(module, tokenizer=tokenizer, task="text-generation", rename=rename)
+
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -245,6 +312,12 @@ class HybridModel:
 
     def _softmax_names(self) -> str:
         return ", ".join(f"L{i}" for i in self.softmax_layers)
+
+
+def _place(layer: torch.nn.Module, path: str) -> tuple[Any, str]:
+    """The module that holds an attribute, and its name: "temporal_block.conv1d_state" of a layer."""
+    *modules, attribute = path.split(".")
+    return layer.get_submodule(".".join(modules)), attribute
 
 
 class _Blocks(dict):

@@ -2,7 +2,8 @@
 
 A *block* G0, G1, ... is a maximal run of consecutive linear layers; the softmax layer that follows it
 is its *reader* layer. Linear layers after the last softmax layer form a last block without a reader
-(paper section 2.2 leaves those out of its tables: see `Layout.tabled`).
+(paper section 2.2 leaves those out of its tables: see `Layout.tabled`). Where an MLP is a layer of its own, it mixes
+no positions: it belongs to no block and ends none.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 from encode_address.errors import ModelError, NameNotFound
 
-LINEAR = frozenset({"linear_attention", "mamba", "recurrent"})
+LINEAR = frozenset({"linear_attention", "mamba", "recurrent", "conv"})
 SOFTMAX = frozenset({"full_attention", "attention", "sliding_attention"})
+MLP = frozenset({"mlp", "moe"})
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layers of a model by kind ("linear" or "softmax"), and the blocks they form."""
+    """The layers of a model by kind ("linear", "softmax" or "mlp"), and the blocks they form."""
 
     kinds: tuple[str, ...]
     blocks: tuple[Block, ...]
@@ -54,9 +56,9 @@ class Layout:
             types = [kind]
         kinds = []
         for index, kind in enumerate(types):
-            if kind not in LINEAR | SOFTMAX:
+            if kind not in LINEAR | SOFTMAX | MLP:
                 raise ModelError(f"{name}: layer {index} is of kind {kind!r}, which is neither linear nor softmax")
-            kinds.append("linear" if kind in LINEAR else "softmax")
+            kinds.append("linear" if kind in LINEAR else "softmax" if kind in SOFTMAX else "mlp")
         if "linear" not in kinds:
             raise ModelError(f"{name} has no linear layers: it is a pure transformer, not a hybrid model")
         if "softmax" not in kinds:
@@ -123,7 +125,7 @@ def _blocks(kinds: list[str]) -> tuple[Block, ...]:
     for index, kind in enumerate([*kinds, "end"]):
         if kind == "linear":
             current.append(index)
-        elif current:
+        elif current and kind != "mlp":
             reader = index if kind == "softmax" else None
             blocks.append(Block(f"G{len(blocks)}", tuple(current), reader))
             current = []

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from encode_address.errors import ModelError
-from encode_address.models.families import family_of
+from encode_address.models.families import family_of, refuse
 from encode_address.models.hybrid import HybridModel
 from encode_address.models.layout import Layout
 
@@ -52,7 +52,7 @@ def load(
         logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
     given = (device, dtype, revision, attn_implementation)
-    device, torch_dtype = pick_device(device), _dtype(dtype)
+    device, torch_dtype = pick_device(device), pick_dtype(dtype)
     if isinstance(model, torch.nn.Module):
         if tokenizer is None:
             raise ModelError("a module needs its tokenizer: load(module, tokenizer=...)")
@@ -64,14 +64,15 @@ def load(
             raise ModelError("a module object is local; for remote=True give the hub name that the server knows")
     else:
         name = str(model)
-        folder = _bundled_folder(name) or (Path(name) if (Path(name) / "task.json").is_file() else None)
-        source = str(_bundled_folder(name) or name)
-        config = _config(name, source, revision)
+        folder = bundled_folder(name) or (Path(name) if (Path(name) / "task.json").is_file() else None)
+        source = str(bundled_folder(name) or name)
+        config = read_config(name, source, revision)
         module = None
+    refuse(config, name)
     layout = Layout.from_config(config.get_text_config(), name)
     family = family_of(config, name)
     if tokenizer is None:
-        tokenizer = _tokenizer(name, source, revision)
+        tokenizer = read_tokenizer(name, source, revision)
     if remote:
         module = source  # nnsight builds the module tree without weights
     elif module is None:
@@ -95,11 +96,11 @@ def card(model: HybridModel) -> dict[str, Any]:
     return json.loads(path.read_text()) if path else {}
 
 
-def _bundled_folder(name: str) -> Path | None:
+def bundled_folder(name: str) -> Path | None:
     return BUNDLED_DIR / name.removesuffix("-untrained") if name in BUNDLED else None
 
 
-def _config(name: str, source: str, revision: str | None) -> Any:
+def read_config(name: str, source: str, revision: str | None) -> Any:
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"{name} is a folder without a config.json, so it is not a model")
@@ -129,7 +130,7 @@ def _model_type(path: Path) -> str | None:
     return data.get("model_type") if isinstance(data, dict) else None
 
 
-def _tokenizer(name: str, source: str, revision: str | None) -> Any:
+def read_tokenizer(name: str, source: str, revision: str | None) -> Any:
     settings = Path(source) / "tokenizer_config.json"
     plain = settings.is_file() and json.loads(settings.read_text()).get("tokenizer_class") in _PLAIN_TOKENIZERS
     loader = PreTrainedTokenizerFast if plain else AutoTokenizer
@@ -180,7 +181,7 @@ def pick_device(device: str | None) -> torch.device:
     return chosen
 
 
-def _dtype(dtype: str | None) -> torch.dtype:
+def pick_dtype(dtype: str | None) -> torch.dtype:
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in names:
         raise ModelError(f"unknown dtype {dtype!r}: use {', '.join(names)}")

@@ -9,10 +9,12 @@ from encode_address.interventions import (
     entry_attention,
     gates,
     head_outputs,
+    held_in,
     mixer_output,
     query_and_key,
     remove,
     remove_head,
+    slots,
     transplant,
     value_of,
     write_gate,
@@ -22,10 +24,18 @@ from encode_address.interventions import (
 )
 
 
-def enter(layers, start, residual):
-    """Begin at layer `start` with the residual stream (batch, positions, d_model); the layers below do not run."""
+def enter(layers, start, residual, returns=0):
+    """Begin at layer `start` with the residual stream (batch, positions, d_model); the layers below do not run.
+
+    `returns` is the family's `layer_returns`.
+    """
     for i in range(start):
-        layers[i].skip(residual)
+        skip(layers[i], residual, returns)
+
+
+def skip(layer, residual, returns=0):
+    """A decoder layer does not run: `residual` leaves it, first in a tuple of `returns` where it returns one."""
+    layer.skip((residual, *[None] * (returns - 1)) if returns else residual)
 
 
 def apply_edits(layers, embed, edits, watch, entries, takes=None):
@@ -80,19 +90,19 @@ def set_value(mixer, value):
     return (after == (0 if value is None else value.to(after))).all()
 
 
-def pass_on(layer):
+def pass_on(layer, returns=0):
     """The decoder layer does not run: what enters it leaves it."""
     residual = layer.input
-    layer.skip(residual)
-    return (layer.output == residual).all()
+    skip(layer, residual, returns)
+    return (mixer_output(layer) == residual).all()
 
 
-def pass_through(layer, weight, bias):
+def pass_through(layer, weight, bias, returns=0):
     """The decoder layer does not run: what enters it leaves it, plus a linear map of it."""
     residual = layer.input
     mapped = residual + residual @ weight.to(residual) + bias.to(residual)
-    layer.skip(mapped)
-    return (layer.output == mapped).all()
+    skip(layer, mapped, returns)
+    return (mixer_output(layer) == mapped).all()
 
 
 def map_outputs(mixer, weight, bias):
@@ -119,8 +129,11 @@ def put_outputs(mixer, donor, positions, rows):
 
 def put_inputs(site, donor, positions, rows):
     """What enters a mixer, or a decoder layer, at `positions` (n, k) of `rows` (n,) := the donor's (n, k, d_model)."""
-    index = positions.to(site.input.device)
-    site.input[rows.to(index.device)[:, None], index] = donor.to(site.input)
+    # A new tensor: where no norm stands between them, what enters the mixer is the residual stream itself.
+    entering = site.input.clone()
+    index = positions.to(entering.device)
+    entering[rows.to(index.device)[:, None], index] = donor.to(entering)
+    site.input = entering
     after = _at(site.input, rows, positions)
     return (after == donor.to(after)).all()
 
@@ -155,14 +168,13 @@ def put_value(mixer, op, donor, positions, rows):
     return (after == donor.to(after)).all()
 
 
-def state_stands(mixer, layer, name, head, donor, rows):
-    """Writes nothing: whether the mixer runs from the states that were put into its cache.
+def state_stands(mixer, layer, name, head, donor, rows, held=None):
+    """Writes nothing: whether the mixer runs from the states that were put into its cache, or on its module (`held`).
 
     `donor` (n, k): the first k numbers of the state (of a `head` of it, unless -1) that each of `rows` (n,) should have;
     `name` is recurrent or conv.
     """
-    states = mixer.inputs[1]["cache"].layers[layer]
-    state = states.recurrent_states[0] if name == "recurrent" else states.conv_states[0]
+    state = held_in(*slots(mixer.inputs[1]["cache"], layer, held)[name])
     state = state if head == -1 else state[:, head]
     return (state.flatten(1)[rows.to(state.device), : donor.shape[1]] == donor.to(state.device)).all()
 

@@ -58,9 +58,8 @@ def _prefixes(engine: Any, bundle: Bundle) -> tuple[Any, list[dict[str, torch.Te
     for start in range(0, len(bundle.prefixes), rows):
         ids = torch.tensor(bundle.prefixes[start : start + rows])
         engine.count(ids.numel())
-        with torch.no_grad(), model.trace(ids, use_cache=True, logits_to_keep=1) as tracer:
-            cache = tracer.result.cache.save()
-        chunks.append(read_cache(cache))
+        cache = model.prefix(ids)
+        chunks.append(read_cache(cache, model.held))
     if len(chunks) == 1:
         return cache, chunks[0]
     return cache, [
@@ -70,18 +69,16 @@ def _prefixes(engine: Any, bundle: Bundle) -> tuple[Any, list[dict[str, torch.Te
 
 def _one_token(model: Any, prompts: Sequence[Any], prefixes: Prefixes, swapped=None) -> dict:
     """The keywords of a trace of each prompt's last token, from a fresh copy of its prefix's cache."""
-    write_cache(prefixes.cache, prefixes.saved, prefixes.rows(prompts).to(model.device), swapped)
+    write_cache(prefixes.cache, prefixes.saved, prefixes.rows(prompts).to(model.device), swapped, model.held)
     last = torch.tensor([[prompt.ids[-1]] for prompt in prompts], device=model.device)
-    # Without a mask of full length nnsight makes one of one token, and the softmax layers mask wrongly, silently.
-    mask = torch.ones(len(prompts), len(prompts[0]), dtype=torch.long, device=model.device)
-    return {"input_ids": last, "attention_mask": mask, "cache": prefixes.cache, "use_cache": True}
+    return model.continuation(last, len(prompts[0]), prefixes.cache)
 
 
 def _continue(engine: Any, cells: Sequence[Cell], prefixes: Prefixes, own: Sources) -> Seen:
     model, layers, embed = engine.model, engine.model.layers, engine.model.embed
     hosts = [cell.host for cell in cells]
     rows = prefixes.rows(hosts)
-    swaps = _swaps(model, cells, prefixes)
+    swaps, held = _swaps(model, cells, prefixes), model.held
     swapped = {}
     for layer, name, head, which, taken, _ in swaps:
         if head == -1:
@@ -96,7 +93,7 @@ def _continue(engine: Any, cells: Sequence[Cell], prefixes: Prefixes, own: Sourc
         state = prefixes.saved[layer][name]
         state = state if head == -1 else state[:, head]
         expected = state.flatten(1)[:, :SEEN_OF_STATE][taken.to(model.device)]
-        plan.append(((layer, "state", state_stands, (layer, name, head, expected, which)), some))
+        plan.append(((layer, "state", state_stands, (layer, name, head, expected, which, held)), some))
     edits, watch = [edit for edit, _ in plan], attention_calls(model, watched(cells))
     entries, tokens = entries_of(hosts) if watch else None, asked(cells)
     engine.count(len(cells))
@@ -118,6 +115,9 @@ def _swaps(model: Any, cells: Sequence[Cell], prefixes: Prefixes) -> list[tuple]
     out = []
     for (layers, mode, head), which in groups.items():
         taken = prefixes.rows([edit.donor for _, edit in which])
+        if head != -1:
+            for layer in layers:
+                model.heads_of(layer)  # refused where there are none
         for layer in layers:
             for name in ("recurrent", "conv") if mode == "both" else (mode,):
                 if name not in prefixes.saved[layer]:
@@ -183,16 +183,16 @@ def _whole(engine: Any, bundle: Bundle, cells: Sequence[Cell], own: Sources, res
     engine.count(ids.numel() * cells[0].rows, end - start)
     if cells[0].text:
         return _text(engine, cells, plan, start, entering)
-    tokens, last = asked(cells), cells[0].exit
-    norm, head, scaling = model.final_norm, model.lm_head, model.logits_scaling
+    tokens, last, returns = asked(cells), cells[0].exit, model.family.layer_returns
+    norm, head, scaling, cap = model.final_norm, model.lm_head, model.logits_scaling, model.logits_cap
     with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
         seen = nnsight.save({})
-        enter(layers, start, entering)
+        enter(layers, start, entering, returns)
         seen.update(apply_edits(layers, embed, edits, watch, entries))
         if last is None:
             seen["answer"] = measure.answer(tracer.result.logits[:, -1], tokens)
         else:
-            seen["answer"] = measure.answer(truncated_logits(layers[last], norm, head, scaling), tokens)
+            seen["answer"] = measure.answer(truncated_logits(layers[last], norm, head, scaling, cap=cap), tokens)
             tracer.stop()
     engine.verify(plan, seen, seen["answer"]["finite"])
     for layer in watched(cells):
@@ -206,10 +206,10 @@ def _text(engine: Any, cells: Sequence[Cell], plan: Writes, start: int, entering
     model, layers, embed, each = engine.model, engine.model.layers, engine.model.embed, cells[0].rows
     ids, edits = ids_of([cell.host for cell in cells]).repeat(each, 1), [edit for edit, _ in plan]
     entering = None if entering is None else entering.repeat(each, 1, 1)
-    after = torch.tensor([cell.after for cell in cells])
+    after, returns = torch.tensor([cell.after for cell in cells]), model.family.layer_returns
     with torch.no_grad(), model.trace(ids) as tracer:
         seen = nnsight.save({})
-        enter(layers, start, entering)
+        enter(layers, start, entering, returns)
         seen.update(apply_edits(layers, embed, edits, {}, None))
         if each == 1:
             seen["loss"] = {"loss": measure.next_token_loss(tracer.result.logits, ids)}
@@ -286,12 +286,8 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
         if cell.intervention == "truncate":
             exits.setdefault(cell.layers[0], []).append(cell)
     rows = {i: torch.tensor([row[c.host.digest] for c in cells], device=model.device) for i, cells in exits.items()}
-    watch, norm, head, scaling = (
-        attention_calls(model, watched(plain)),
-        model.final_norm,
-        model.lm_head,
-        model.logits_scaling,
-    )
+    watch = attention_calls(model, watched(plain))
+    norm, head, scaling, cap = model.final_norm, model.lm_head, model.logits_scaling, model.logits_cap
     ids, text = ids_of(hosts), bundle.cells[0].text
     tokens = {i: None if text else asked(cells) for i, cells in exits.items()}
     entries = entries_of(hosts) if watch else None
@@ -302,10 +298,10 @@ def read(engine: Any, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], Seen]]:
             if i in watch:
                 seen["attention"][i] = entry_attention(layers[i].mixer, watch[i], entries)
             if i in exits and text:
-                logits = truncated_logits(layers[i], norm, head, scaling, every=True)
+                logits = truncated_logits(layers[i], norm, head, scaling, every=True, cap=cap)
                 seen["loss"][i] = measure.next_token_loss(logits, ids)[rows[i]]
             elif i in exits:
-                logits = truncated_logits(layers[i], norm, head, scaling)[rows[i]]
+                logits = truncated_logits(layers[i], norm, head, scaling, cap=cap)[rows[i]]
                 seen["answer"][i] = measure.answer(logits, tokens[i])
         tracer.stop()
     if plain:

@@ -27,7 +27,7 @@ class Limits:
     """What may be in memory at once.
 
     `tokens`: forwarded in one trace. `kept`: bytes of what a bundle keeps of its prompts, and of the caches of one
-    step. `per_prompt(path, length)`: bytes that a bundle keeps of one prompt. `text_rows`: how many times more a
+    step. `per_prompt(path, length)`: bytes that a bundle keeps of one prompt (0: not known). `text_rows`: how many times more a
     token costs whose logits are all needed. `step_rows`: of a one-token trace.
     """
 
@@ -180,9 +180,11 @@ class Plan:
         return max(sizes)
 
     def __str__(self) -> str:
+        known = self.limits.per_prompt(FINAL, 1) > 0
+        cached = f"{self.cache_bytes / 1e6:,.0f} MB of cached state at most" if known else "cached state unconfirmed"
         return (
             f"{self.cells:,} cells, {self.tokens:,} tokens of forward, floor {self.floor:,} "
-            f"({self.traces:,} traces, {self.cache_bytes / 1e6:,.0f} MB of cached state at most){self.note}"
+            f"({self.traces:,} traces, {cached}){self.note}"
         )
 
 
@@ -242,7 +244,7 @@ def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell]
     Raises RunError for a state transplant, which has no other path.
     """
     if any(edit.verb == "state" for cell in cells for edit in cell.edits):
-        raise RunError(f"{family} keeps its state outside the cache: state transplants do not run on it")
+        raise RunError(f"{family} does not continue exactly from a cache: state transplants do not run on it")
     moved = [replace(cell, path=FULL) if cell.path == FINAL else cell for cell in cells]
     count = sum(cell.path == FINAL for cell in cells)
     note = f"; {family} does not continue exactly from a cache: {count:,} final-position cells run as full forwards"

@@ -110,12 +110,14 @@ class Fitted:
     def columns(self) -> dict[str, float]:
         return {"map_r2": self.r2}
 
-    def write(self, layer: int) -> tuple:
-        """What it does to one of its layers, for `apply_edits`."""
+    def write(self, layer: int, returns: int = 0) -> tuple:
+        """What it does to one of its layers, for `apply_edits`; `returns` is the family's `layer_returns`."""
         if self.mixers:
             return layer, "output", map_outputs, self.maps[layer]
         maps = self.maps.get(layer)
-        return (layer, "residual", pass_through, maps) if maps else (layer, "residual", pass_on, ())
+        if maps:
+            return layer, "residual", pass_through, (*maps, returns)
+        return layer, "residual", pass_on, (returns,)
 
 
 def fit(engine: Any, projection: Projection) -> dict[str, Fitted]:
@@ -131,7 +133,7 @@ def fit(engine: Any, projection: Projection) -> dict[str, Fitted]:
             seen = nnsight.save({})
             if unit == "layers":
                 entering = layers[first].input.clone()
-                seen[first] = entering, layers[last].output - entering
+                seen[first] = entering, mixer_output(layers[last]) - entering
             else:
                 for layer in inner:
                     entering = layers[layer].mixer.input.clone()

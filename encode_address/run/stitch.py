@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from encode_address.errors import RunError
-from encode_address.interventions import stitched
+from encode_address.interventions import mixer_output, stitched
 from encode_address.interventions.outputs import mapped
 from encode_address.maps import RidgeMap
 from encode_address.models.layout import layer_span
-from encode_address.run.edits import pass_on, pass_through
+from encode_address.run.edits import pass_on, pass_through, skip
 from encode_address.run.projection import StandIn
 from encode_address.tasks.prompts import Prompt
 
@@ -203,23 +203,23 @@ class Fitted:
             return residual + mapped(residual, self.exit)
         return stitched(residual, self.donor_layers, self.entry, self.exit, None, kind == "zeroed")
 
-    def write(self, layer: int) -> tuple:
-        """What it does to one layer of the slot, for `apply_edits`."""
+    def write(self, layer: int, returns: int = 0) -> tuple:
+        """What it does to one layer of the slot, for `apply_edits`; `returns` is the family's `layer_returns`."""
         if layer != self.slot.layers[0]:
-            return layer, "residual", pass_on, ()
+            return layer, "residual", pass_on, (returns,)
         kind, _ = self.arm
         if kind in ("linear", "mean"):
-            return layer, "residual", pass_through, self.exit
-        return layer, "residual", pass_stitched, (self.donor_layers, self.entry, self.exit, kind == "zeroed")
+            return layer, "residual", pass_through, (*self.exit, returns)
+        return layer, "residual", pass_stitched, (self.donor_layers, self.entry, self.exit, kind == "zeroed", returns)
 
 
-def pass_stitched(layer, donor, entry, exit, zeroed):
+def pass_stitched(layer, donor, entry, exit, zeroed, returns=0):
     """The decoder layer does not run: what enters it goes through another model's layers, between two maps. Their mixers get
     the mask that this layer's would have had."""
     residual, mask = layer.input, layer.inputs[1].get("attention_mask")
     out = stitched(residual, donor, entry, exit, mask, zeroed)
-    layer.skip(out)
-    return (layer.output == out).all()
+    skip(layer, out, returns)
+    return (mixer_output(layer) == out).all()
 
 
 def classes(prompt: Prompt) -> list[str]:

@@ -9,7 +9,7 @@ import nnsight
 import torch
 
 from encode_address.errors import RunError
-from encode_address.interventions import run_layers
+from encode_address.interventions import mixer_output, run_layers
 from encode_address.interventions.outputs import mapped
 from encode_address.maps import Error, Moments, RidgeMap
 from encode_address.run.edits import apply_edits
@@ -152,14 +152,14 @@ def _told(slot: Slot, arm: Arm, entries: Maps, exits: Maps) -> dict[str, Any]:
 def _host(engine: Any, slot: Slot, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor]:
     """(batch, positions, d_model): what enters the slot, with what stands in for earlier ones, and what its own layers add."""
     model, layers, first, last = engine.model, engine.model.layers, slot.layers[0], slot.layers[-1]
-    edits = [engine.fitted(one).write(layer) for one in slot.under for layer in one.layers]
+    edits = [engine.fitted(one).write(layer, model.family.layer_returns) for one in slot.under for layer in one.layers]
     ids = torch.tensor([row.host.ids for row in rows])
     engine.count(ids.numel(), 1 + last)
     with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
         seen = nnsight.save({})
         seen.update(apply_edits(layers, model.embed, edits, {}, None))
         entering = layers[first].input.clone()
-        seen["entering"], seen["write"] = entering, layers[last].output - entering
+        seen["entering"], seen["write"] = entering, mixer_output(layers[last]) - entering
         tracer.stop()
     _finite(seen["write"], model, last)
     return seen["entering"], seen["write"]

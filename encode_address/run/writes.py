@@ -65,14 +65,14 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
     model, first = engine.model, some[0][2]
     which, where = torch.tensor([i for i, *_ in some]), torch.tensor([edit.where for *_, edit in some])
     at = torch.zeros_like(where) if short else where  # a short batch has one position, but keys and values of all
-    verb, head = first.verb, first.head
+    verb, head, returns = first.verb, first.head, model.family.layer_returns
     if verb == "heads":
         return layer, "heads", zero_head, (head, model.heads_of(layer))
     if verb == "replace":
-        return engine.fitted(first.map).write(layer)
+        return engine.fitted(first.map).write(layer, returns)
     if verb == "remove":
         if first.mode == "layer":
-            return layer, "residual", pass_on, ()
+            return layer, "residual", pass_on, (returns,)
         value = None if first.mode == "zero" else engine.means()[layer]
         if not first.where:
             return layer, "output", set_value, (value,)
@@ -88,7 +88,9 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
         return layer, "gate", put_gate, (model.heads, values[:, 0], which, head)
     if verb in ("key", "value"):
         write = put_key if verb == "key" else put_value
-        return layer, "inside", write, (model.attention_op(layer), values, where, which)
+        # From the end: the last tokens' keys are there whatever a sliding window's cache has let go.
+        place = where - len(some[0][1]) if short else where
+        return layer, "inside", write, (model.attention_op(layer), values, place, which)
     if verb == "transplant":
         if first.mode == "random":
             hosts = own.values("output", layer, [(Run(host), edit.where) for _, host, edit in some])
