@@ -12,6 +12,10 @@ run: $(STAMP)
 
 results: $(STAMP)
 	$(BIN)/encode-address paper results --model tiny-gdn --model tiny-mamba2
+	for command in transfer replace; do \
+		$(BIN)/encode-address $$command --donor tiny-gdn --host tiny-mamba2 && \
+		$(BIN)/encode-address $$command --donor tiny-mamba2 --host tiny-gdn || exit; done
+	$(BIN)/encode-address paper results
 	cp results/results.md docs/results.md
 
 test: $(STAMP) lint

@@ -1,7 +1,8 @@
 """`encode-address paper DIR`: every experiment on every model, then every figure and table of the paper, and a page of what came out.
 
 `run` runs or resumes what is missing, into DIR/<model>/ and DIR/<model>/<experiment>/, as `find` and `run` do. `write` loads no model: it
-makes figures, tables and the page from whatever DIR holds, of every model in it. What was not run is an en dash, nowhere a published value.
+makes figures, tables and the page from whatever DIR holds, of every model in it, what `transfer` and `replace` left included, a line per donor.
+What was not run is an en dash, nowhere a published value.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from encode_address.run.store import write_text
 from encode_address.verdict import sentence
 
 DASH = "–"
+CROSS = {
+    "transfer": "does the donor's Address output, through a map, move the host's lookup?",
+    "replace": "does the donor's block, between two maps, do the work of the host's?",
+}
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
@@ -99,12 +104,21 @@ def write(folder: str | Path) -> dict[str, list[Path]]:
 
 
 def by_model(found: Sequence[Source]) -> dict[str, dict[str, Source]]:
-    """model -> experiment -> its run, `find` first, then in the paper's order."""
-    order = ["find", *EXPERIMENTS]
+    """model -> what was run on it -> its run, `find` first, then in the paper's order; "transfer from DONOR" is of one donor."""
     out: dict[str, dict[str, Source]] = {}
-    for source in sorted(found, key=lambda s: (s.model, order.index(s.experiment) if s.experiment in order else 99)):
-        out.setdefault(source.model, {})[source.experiment] = source
+    for source in sorted(found, key=lambda source: (source.model, *_place(source))):
+        out.setdefault(source.model, {})[_name(source)] = source
     return out
+
+
+def _name(source: Source) -> str:
+    donor = source.verdict.get("donor")
+    return f"{source.experiment} from {donor}" if donor else source.experiment
+
+
+def _place(source: Source) -> tuple[int, str]:
+    order = ["find", *EXPERIMENTS, *CROSS]
+    return order.index(source.experiment) if source.experiment in order else len(order), source.verdict.get("donor", "")
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -143,6 +157,10 @@ def _conclusion_lines(models: dict[str, dict[str, Source]]) -> Iterator[list[str
         asks = module.SUMMARY.partition(": ")[2]
         said = [_statuses(own[name].verdict) if name in own else DASH for own in models.values()]
         yield [f"`{name}`", module.PAPER, asks, *said]
+    lent = {name: source for own in models.values() for name, source in own.items() if source.experiment in CROSS}
+    for name, source in sorted(lent.items(), key=lambda item: _place(item[1])):
+        said = [_statuses(own[name].verdict) if name in own else DASH for own in models.values()]
+        yield [f"`{name}`", source.verdict["paper"], CROSS[source.experiment], *said]
 
 
 def _statuses(verdict: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ Tables, Verdicts = dict[str, pd.DataFrame], dict[str, "dict[str, Any] | None"]
 def gathered(folder: Path) -> tuple[pd.DataFrame, dict[str, Any] | None]:
     """The rows that figures show of a model's folder and of the experiments' beneath it, `find`'s first; and `find`'s verdict.
 
-    A row that several of them hold is there once per draw. Raises EncodeAddressError where there is no table, or one cannot be read.
+    A row that several of them hold is there once per draw. What another model did by itself (`transfer` keeps what the donor answers) is
+    left out. Raises EncodeAddressError where there is no table, or one cannot be read.
     """
     folder = Path(folder)
     folders = [one for one in (folder, *sorted(folder.glob("*/"))) if (one / "cells.parquet").is_file()]
@@ -33,7 +34,7 @@ def gathered(folder: Path) -> tuple[pd.DataFrame, dict[str, Any] | None]:
     tables, verdict = [], None
     for one in folders:
         table, said = figures.read(one)
-        tables.append(figures.shown(table).assign(split="confirmation", drawn=_drawn(one)))
+        tables.append(figures.shown(_of_model(table, said)).assign(split="confirmation", drawn=_drawn(one)))
         verdict = said if one == folder else verdict
     table = pd.concat([some.dropna(axis=1, how="all") for some in tables], ignore_index=True)
     return (table.drop_duplicates(["key", "drawn"], ignore_index=True) if "key" in table else table), verdict
@@ -54,7 +55,7 @@ def model_folders(folder: Path) -> dict[str, Path]:
     for one in sorted(Path(folder).glob("*/")):
         for table in (one / "cells.parquet", *sorted(one.glob("*/cells.parquet"))):
             if table.is_file():
-                rows = figures.read(table.parent)[0]
+                rows = _of_model(*figures.read(table.parent))
                 found[str(rows["model"].iloc[0]) if "model" in rows and len(rows) else one.name] = one
                 break
     if not found:
@@ -84,6 +85,12 @@ def once(rows: pd.DataFrame, head: tuple[int, int] | None = None) -> pd.DataFram
 def short(address: list[str]) -> str:
     """The Address as a label says it: a union of many blocks has no room there."""
     return "+".join(address) if len(address) <= 2 else "Address"
+
+
+def _of_model(rows: pd.DataFrame, verdict: dict[str, Any] | None) -> pd.DataFrame:
+    """The rows of the model that the verdict is about; all, where it names none."""
+    name = (verdict or {}).get("model")
+    return rows[rows["model"] == name] if name and "model" in rows else rows
 
 
 def _drawn(folder: Path) -> str:

@@ -130,12 +130,59 @@ class Made:
                 self.add(first, condition=condition, fit_prompts=prompts, **fit, **shared)
         return self
 
+    def lent(self, donor: str, disjoint: int, shared: int, controls: int = 1) -> Made:
+        """What `transfer` keeps of a donor: so many of the pairs are redirected by the map of each split of keys."""
+        told = {"experiment": "transfer", "donor_model": donor, "block": self.address, "dictionary_seed": 0}
+        self.add(0, own(0.8), condition="host", **told).add(9, condition="same-model", source=self.address, **told)
+        for keys, first in (("disjoint", disjoint), ("shared", shared)):
+            fit = {
+                "keys": keys,
+                "fit_variant": self.shared["variant"],
+                "fit_keys": 40,
+                "source": "G4",
+                "map_r2_test": 0.5,
+            }
+            for condition, right in (("mapped", first), ("mapped-self", 2), ("shuffled", controls), ("mean", 0)):
+                self.add(right, donors(0.7), condition=condition, fit_prompts=400, **fit, **told)
+            self.add(10, condition="mapped", fit_prompts=25, **fit, **told)
+        for source, right in (("G1", 3), ("G2", 5)):
+            other = {**fit, "keys": "disjoint", "source": source, "fit_prompts": 400}
+            self.add(right, condition="other-source", **other, **told)
+        return self
+
+    def stood_in(self, donor: str, right: int, other: int = 2, **more) -> Made:
+        """What `replace` keeps of a donor: so many pairs are right with its block, and with its block G1."""
+        told = {
+            "experiment": "replace",
+            "donor_model": donor,
+            "block": self.address,
+            "outcome": "correct",
+            "role": "address",
+        }
+        arms = {"intact": 10, "removed": 1, "linear": 2, "mean": 0, "donor": right, "zeroed": 1, "shuffled": 0, "donor G0": 0,
+                "donor G1": other, "own, refitted": 9, "identity": 10}  # fmt: skip
+        for arm, first in arms.items():
+            source = arm.removeprefix("donor ") if arm.startswith("donor ") else "G4"
+            self.add(first, own(first / 10), arm=arm, source=source, margin=1.0, **told, **more)
+        return self
+
     def table(self) -> pd.DataFrame:
         return pd.DataFrame(self.rows)
 
 
 def full(view: dict) -> pd.DataFrame:
     return Made(view).swaps().questions().sides().states().upstream().scaling().ranks().table()
+
+
+def lending(hosts: dict[str, dict]) -> dict[str, pd.DataFrame]:
+    """Each host's table with all the others for donors; the further apart two are in the list, the less moves."""
+    made = {}
+    for i, (host, verdict) in enumerate(hosts.items()):
+        made[host] = Made(verdict, model=host)
+        for j, donor in enumerate(hosts):
+            if i != j:
+                made[host].lent(donor, 8 - abs(i - j), 9).stood_in(donor, 9 - 2 * abs(i - j))
+    return {host: one.table() for host, one in made.items()}
 
 
 def both(*tables: pd.DataFrame) -> pd.DataFrame:

@@ -331,7 +331,7 @@ def test_several_models_get_the_options_of_the_command(commands, tmp_path):
     command = ["find", "--model", "tiny-gdn", "--model", "tiny-mamba2", *asked]
     done = commands.run(*command, before="sys.executable = '/bin/echo'")
     assert (done.code, done.stderr) == (0, "")
-    for line, model in zip(done.stdout.splitlines(), ("tiny-gdn", "tiny-mamba2"), strict=True):
+    for line, model in zip(done.stdout.split("\n\n"), ("tiny-gdn", "tiny-mamba2"), strict=True):
         assert f"find --model {model} " in line
         assert " --batch-tokens 999 --fresh" in line
         assert "--dry-run" not in line

@@ -104,6 +104,34 @@ def test_the_page_says_what_was_concluded_of_whom():
     assert lines.index("### a") < lines.index("### b")
 
 
+def test_every_donor_of_a_host_has_its_line():
+    """Two donors of one host do not overwrite each other, and a host that a donor was not tried on has a dash."""
+
+    def lent(host: str, experiment: str, donor: str, status: str) -> Source:
+        paper_section = {"transfer": "3.12", "replace": "3.13"}[experiment]
+        return source(host, experiment, {"chat8": status}, donor=donor, paper=paper_section)
+
+    found = [
+        lent("a", "replace", "c", "undecided"),
+        lent("a", "transfer", "c", "holds"),
+        lent("b", "transfer", "c", "does not hold"),
+        lent("a", "transfer", "b", "does not hold"),
+        source("a", "transplant", {"chat8": "holds"}),
+    ]
+    assert list(paper.by_model(found)["a"]) == ["transplant", "transfer from b", "transfer from c", "replace from c"]
+    lines = paper.page(found, shapes()).splitlines()
+    rows = [line for line in lines if line.startswith(("| `transfer", "| `replace"))]
+    assert [(line.split(" | ")[0], *line.split(" | ")[-2:]) for line in rows] == [
+        ("| `transfer from b`", "does not hold", "– |"),
+        ("| `transfer from c`", "holds", "does not hold |"),
+        ("| `replace from c`", "undecided", "– |"),
+    ]
+    assert all(" | 3.12 | " in line or " | 3.13 | " in line for line in rows)
+    details = lines[lines.index("### a") : lines.index("### b")]
+    assert "- `transfer from b`: **does not hold** (chat8). chat8, n = 3: transfer | of chat8" in details
+    assert "- `transfer from c`: **holds** (chat8). chat8, n = 3: transfer | of chat8" in details
+
+
 def test_a_bar_in_a_cell_does_not_break_the_table():
     frame = shapes(("a", "P(x|y) rises", "chat8", "agrees"))
     lines = paper.page([source("a", "transplant", {"chat8": "holds"})], frame).splitlines()

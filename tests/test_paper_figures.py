@@ -28,6 +28,7 @@ from tests.paper_tables import (
     Made,
     both,
     full,
+    lending,
     readers_apart,
     single_blocks,
 )
@@ -116,6 +117,29 @@ def test_models_are_named_by_their_rows(tmp_path):
     tables, verdicts = gathered.gathered_models(tmp_path)
     assert list(tables) == ["org/one", "two"]
     assert verdicts == {"org/one": {"address": ["G1"]}, "two": None}
+
+
+def test_what_a_donor_answers_by_itself_is_not_the_hosts(tmp_path):
+    lent = both(
+        rows("pq", experiment="transfer", condition="donor", model="other"),
+        rows("ab", experiment="transfer", model="m"),
+    )
+    store(tmp_path / "m" / "transfer-other", lent, 2, {"model": "m", "experiment": "transfer"})
+    tables, _ = gathered.gathered_models(tmp_path)
+    assert list(tables) == ["m"]
+    assert tables["m"]["key"].tolist() == ["a", "b"]
+
+
+def test_two_donors_are_two_draws(tmp_path):
+    for donor in ("x", "y"):
+        place = tmp_path / "m" / f"replace-{donor}"
+        store(place, rows("ab", experiment="replace", donor_model=donor), 2)
+        (place / "manifest.json").write_text(json.dumps({"command": {"n": 2, "seed": 0, "pool": "A", "donor": donor}}))
+    table, _ = gathered.gathered(tmp_path / "m")
+    assert table["donor_model"].tolist() == ["x", "x", "y", "y"]
+    assert len(table["drawn"].unique()) == 2
+    some = gathered.of_one_draw(table, {"experiment": "replace", "donor_model": "y"})
+    assert set(some["donor_model"]) == {"y"}
 
 
 def test_a_cell_that_two_experiments_ran_counts_once_with_its_attention():
@@ -219,6 +243,46 @@ def test_ranks_are_each_models_own(tmp_path, caught):
     assert {"tiny\n(n = 2)", "granite\n(n = 2)"} <= set(texts(caught[0]))
 
 
+def shades(axes) -> list[str]:
+    """The texts of the matrix' cells, row by row."""
+    return [t.get_text().split("\n")[0] for t in axes.texts if t.get_text() != "donor ↓  host →"]
+
+
+def test_the_transfer_matrix_has_both_splits_and_the_hosts_own(tmp_path, caught):
+    tables = lending({"org/a": TINY, "b": GRANITE})
+    tables["b"] = both(tables["b"], Made(TINY, "list8", "b").lent("org/a", 1, 1).table())
+    assert len(models.draw_models(tables, {}, tmp_path)) == 2
+    matrix, *bars = caught[0].axes
+    assert shades(matrix) == ["0.90", "0.70", "0.90", "0.70", "0.90", "0.90"], (
+        "own; disjoint beside shared; no other variant"
+    )
+    assert "[.40, .89]" in matrix.texts[1].get_text()
+    assert [t.get_text() for t in matrix.get_xticklabels()] == ["a", "b"]
+    assert [len(axes.patches) for axes in bars] == [5, 5]
+    assert [heights(axes, figures.BLUE, lying=True) for axes in bars] == [[0.7], [0.7]]
+    assert [heights(axes, figures.ORANGE, lying=True) for axes in bars] == [[0.2], [0.2]]
+    assert heights(bars[0], figures.DARK, lying=True) == [1]
+    assert {"linear", "b G4\n→ a G2\nn = 10"} <= {t.get_text() for t in bars[0].texts}
+
+
+def test_a_best_control_that_does_as_well_is_uninformative(tmp_path, caught):
+    table = Made(TINY, model="m").stood_in("d", 8, other=7).table()
+    models.draw_models({"m": table}, {}, tmp_path)
+    (bars,) = caught[0].axes
+    assert heights(bars, figures.ORANGE, lying=True) == [0.7]
+    assert {"donor G1", "d G4\n→ m G2\nn = 10, uninformative"} <= {t.get_text() for t in bars.texts}
+
+
+def test_pairs_that_were_not_run_are_dashes_in_the_matrix(tmp_path, caught):
+    tables = {"m": Made(TINY, model="m").lent("d", 8, 9).table()}
+    models.draw_models(tables, {}, tmp_path)
+    (matrix,) = caught[0].axes
+    assert shades(matrix) == ["0.90", "–", "0.80", "0.90", "–"], "d was a donor and never a host"
+    tables["m"] = tables["m"].query("condition != 'mapped' or keys != 'shared'")
+    models.draw_models(tables, {}, tmp_path)
+    assert shades(caught[1].axes[0]) == ["0.90", "–", "0.80", "–", "–"]
+
+
 # -- what is missing -------------------------------------------------------------------------------------------------
 PER_MODEL = (overview, construction, two_readers)
 
@@ -319,6 +383,22 @@ def test_labels_of_several_models_are_readable(tmp_path, caught):
     assert len(caught) == 2
     for figure in caught:
         assert figure.get_figheight() < 9.5
+        expect_readable(figure)
+
+
+def test_labels_of_pairs_of_models_are_readable(tmp_path, caught):
+    names = [
+        "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+        "ibm-granite/granite-4.0-h-tiny",
+        "Qwen/Qwen3.5-35B-A3B-Instruct",
+        "tiny",
+    ]
+    tables = lending(dict(zip(names, (DEEP, GRANITE, DEEP, TINY))))
+    models.draw_models(tables, {}, tmp_path)
+    models.draw_models(lending({"tiny-gdn": TINY, "tiny-mamba2": TINY}), {}, tmp_path)
+    assert len(caught) == 2
+    for figure in caught:
+        assert (figure.get_figwidth(), figure.get_figheight() < 9.5) == (7, True)
         expect_readable(figure)
 
 

@@ -157,6 +157,139 @@ def test_tables_of_two_models_say_that_they_were_not_run():
         assert table.tidy()["value"].isna().all()
 
 
+# -- two models ---------------------------------------------------------------------------------------------------------
+FIT = {"fit_variant": "chat8", "fit_prompts": 400, "fit_keys": 40}
+
+
+def lent(donor: str, condition: str, right: int, seed: int = 0, kept: int = 0, **columns) -> list[dict]:
+    """A condition of `transfer`; the pairs of a seed follow on those of the seed before, and a donor's prompts are its own."""
+    given = {
+        "donor_model": donor,
+        "condition": condition,
+        "block": "G2",
+        "dictionary_seed": seed,
+        "drawn": donor,
+        **columns,
+    }
+    made = rows(
+        "transfer", redirected=lambda i: i < right, kept=lambda i: i < kept, host_index=0, donor_index=1, **given
+    )
+    return [{**row, "pair": seed * N + row["pair"], "prompt": f"{donor} {seed} {row['pair']}"} for row in made]
+
+
+def mapped(donor: str, right: int, keys: str = "disjoint", condition: str = "mapped", **more) -> list[dict]:
+    return lent(donor, condition, right, **{"keys": keys, "source": "G4", **FIT, "map_r2_test": 0.5, **more})
+
+
+def transferred(donor: str, right: int) -> list[dict]:
+    seen = {"attn.L6H0": lambda i: [0.5, 0.5], "attn.L6H1": lambda i: [0.1, 0.9]}
+    parts = [
+        lent(donor, "host", 0), lent(donor, "same-model", 9, source="G2"), mapped(donor, right, **seen),
+        mapped(donor, right - 4, seed=1, map_r2_test=-0.3, **seen), mapped(donor, N, fit_prompts=25), mapped(donor, N, fit_keys=8),
+        mapped(donor, N, "shared"), mapped(donor, 0, condition="mapped-self", kept=7), mapped(donor, 1, condition="shuffled"),
+        mapped(donor, 2, condition="mean"), mapped(donor, 3, "shared", condition="mean"),
+        mapped(donor, 3, condition="other-source", source="G0"), mapped(donor, 4, condition="other-source", source="G1"),
+        mapped(donor, N, condition="embedding", source="embedding"),
+        mapped(donor, 5, variant="list8"), lent(donor, "same-model", 8, variant="list8"),
+    ]  # fmt: skip
+    return [row for part in parts for row in part]
+
+
+def test_cross_transplant_has_a_row_per_donor_and_split_of_keys():
+    model = results(transferred("a", 8), transferred("b", 5), moved("G2", 8))
+    table = main.cross_transplant([model])
+    assert [labels[1:] for labels, _ in table.rows] == [
+        (donor, *about)
+        for donor in "ab"
+        for about in (
+            ("chat8", "G4 → G2", "disjoint"), ("chat8", "G4 → G2", "shared"), ("list8", "G4 → G2", "disjoint, fit on chat8"),
+        )
+    ]  # fmt: skip
+    about = ("a", "chat8", "G4 → G2")
+    assert cell(table, "cross-model", *about, "disjoint") == wilson(12, 2 * N), "both seeds, all fit prompts and keys"
+    assert cell(table, "cross-model", "b", *about[1:], "disjoint") == wilson(6, 2 * N), "donors are not pooled"
+    assert cell(table, "seeds", *about, "disjoint") == "0.40 to 0.80"
+    assert cell(table, "cross-model", *about, "shared") == wilson(N, N)
+    assert cell(table, "same model", *about, "shared") == cell(table, "same model", *about, "disjoint") == wilson(9, N)
+    assert cell(table, "self map", *about, "disjoint") == wilson(7, N)
+    assert cell(table, "shuffled map", *about, "disjoint") == wilson(1, N)
+    assert [cell(table, "mean vector", *about, keys) for keys in ("disjoint", "shared")] == [wilson(2, N), wilson(3, N)]
+    assert cell(table, "best other block", *about, "disjoint") == wilson(4, N)
+    assert cell(table, "that block", *about, "disjoint") == "G1"
+    assert cell(table, "reader", *about, "disjoint") == "L6H1", "the verdict's, not the first that was watched"
+    assert cell(table, "attention on donor's entry", *about, "disjoint").value == pytest.approx(0.9)
+    assert cell(table, "map R2 on the test", *about, "disjoint") == "0.10"
+    assert {plain(cell(table, c, *about, "shared")) for c in ("best other block", "that block", "shuffled map")} == {
+        DASH
+    }
+    across = ("a", "list8", "G4 → G2", "disjoint, fit on chat8")
+    assert cell(table, "cross-model", *across) == wilson(5, N)
+    assert cell(table, "same model", *across) == wilson(8, N)
+    assert plain(cell(table, "self map", *across)) == DASH
+    assert "only disjoint keys support a claim" in table.said
+
+
+def test_a_donor_without_mapped_rows_is_a_line_of_dashes():
+    table = main.cross_transplant([results(transferred("a", 8), lent("c", "host", 0))])
+    (cells,) = [cells for labels, cells in table.rows if labels[1] == "c"]
+    assert {plain(one) for one in cells} == {DASH}
+
+
+def stood_in(donor: str, own: int, removed: int = 1, **columns) -> list[dict]:
+    given = {
+        "donor_model": donor,
+        "role": "address",
+        "block": "G2",
+        "target": 0,
+        "margin": 0.0,
+        "drawn": donor,
+        **columns,
+    }
+    arms = {"intact": N, "removed": removed, "linear": 2, "mean": 0, "donor": own, "zeroed": 1, "shuffled": 0, "donor G0": 3,
+            "donor G1": 4, "own, refitted": 9, "identity": N}  # fmt: skip
+    seen = {"attn.L6H1": lambda i: [0.3, 0.7]}
+    return [
+        {**row, "prompt": f"{donor} {row['pair']}"}
+        for arm, right in arms.items()
+        for row in rows("replace", arm=arm, source=arm[6:] or "G4", correct=lambda i, r=right: i < r, entry_r2=0.6, exit_r2=0.8, **seen, **given)
+    ]  # fmt: skip
+
+
+def test_replacement_has_the_best_control_of_each_donor():
+    table = main.replacement([results(stood_in("a", 9), stood_in("b", 4), stood_in("c", N, removed=9))])
+    about = ("a", "chat8", "G4 → G2", "address")
+    assert cell(table, "donor's block", *about) == wilson(9, N)
+    assert cell(table, "donor's block", "b", *about[1:]) == wilson(4, N)
+    expected = {"intact": N, "removed": 1, "linear projection": 2, "mixers zeroed": 1, "best other block": 4, "own block, refitted": 9}  # fmt: skip
+    assert {column: cell(table, column, *about) for column in expected} == {
+        c: wilson(k, N) for c, k in expected.items()
+    }
+    assert cell(table, "attention", *about).value == pytest.approx(0.3)
+    assert (cell(table, "that block", *about), cell(table, "best control", *about)) == ("G1", "donor G1")
+    assert cell(table, "donor - best control", *about).value == pytest.approx(0.5)
+    assert cell(table, "R2 of the maps", *about) == "0.60, 0.80"
+    notes = [cell(table, "note", donor, *about[1:]) for donor in "abc"]
+    assert notes == ["", "UNINFORMATIVE", "UNINFORMATIVE"], "a control does as well; removal leaves .9"
+
+
+def test_a_stopped_host_is_measured_by_choice():
+    made = stood_in("a", 0, cut="6", choice_correct=lambda i: i < 8)
+    table = main.replacement([results(made)])
+    assert cell(table, "donor's block", "a", "chat8", "G4 → G2", "address, stopped after L6") == wilson(8, N)
+
+
+def test_rows_of_two_models_change_no_other_table():
+    made = [*REMOVALS, *TEXT, moved("G2", 8), removed("G2", 6, 1.0)]
+    own = [[{**row, "drawn": "find's"} for row in some] for some in made]
+    plainly, beside = (
+        results(*own),
+        results(*own, transferred("a", 8), transferred("b", 5), stood_in("a", 9), stood_in("b", 4)),
+    )
+    before, after = ({table.name: table.markdown() for table in tables_of([one])} for one in (plainly, beside))
+    assert {name for name in after if after[name] != before.get(name)} == {"cross-transplant", "replacement"}
+    assert set(before) == set(after)
+
+
 # -- which rows count ---------------------------------------------------------------------------------------------------
 def test_the_largest_draw_of_pairs_counts_and_draws_are_never_mixed():
     small = [{**row, "prompt": f"other {row['pair']}", "redirected": True, "drawn": "n 4"} for row in moved("G2", 4)[:4]]  # fmt: skip

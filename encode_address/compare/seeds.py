@@ -19,6 +19,9 @@ def between_seeds(found: Sequence[Source], k: int) -> list[dict[str, Any]]:
         raise EncodeAddressError("a spread needs two seeds or more: --seeds 2")
     columns = {"accuracy": "correct", "choice_accuracy": "choice_correct", **{name: name for name in ("redirected", "kept", "carried")}}  # fmt: skip
     out, few = [], []
+    found = [
+        source for source in found if "donor" not in source.verdict
+    ]  # of two models: what seeds are, its own table says
     for model, name in dict.fromkeys((source.model, source.experiment) for source in found):
         rows = [s.rows for s in found if (s.model, s.experiment) == (model, name) and "dictionary_seed" in s.rows]
         table = pd.concat(rows, ignore_index=True).drop_duplicates("key") if rows else pd.DataFrame()
@@ -37,7 +40,7 @@ def between_seeds(found: Sequence[Source], k: int) -> list[dict[str, Any]]:
                 if len(group) >= k:
                     out.append({"model": model, "measure": measure, **_spread(dict(zip(factors, setting)), group)})
     if not out:
-        nothing = (found[0].model, found[0].experiment, [])
+        nothing = (found[0].model, found[0].experiment, []) if found else ("M", "find", [])
         model, name, seeds = max(few, key=lambda one: len(one[2]), default=nothing)
         job = f"find --model {model}" if name == "find" else f"run {name} --model {model}"
         new = next(seed for seed in range(k + len(seeds)) if seed not in seeds)

@@ -6,7 +6,7 @@ prompts and none computes a metric (those are in `measure`).
 """
 
 from encode_address.interventions.heads import head_outputs, remove_head
-from encode_address.interventions.outputs import capture, mixer_output, remove, run_layers, stitched, transplant
+from encode_address.interventions.outputs import capture, mixer_output, remove, transplant
 from encode_address.interventions.query_key import (
     attention_row,
     entry_attention,
@@ -35,9 +35,7 @@ __all__ = [
     "read_cache",
     "remove",
     "remove_head",
-    "run_layers",
     "slots",
-    "stitched",
     "transplant",
     "truncated_logits",
     "value_of",

@@ -9,11 +9,23 @@ import nnsight
 import torch
 
 from encode_address.errors import RunError
-from encode_address.interventions import mixer_output, run_layers
-from encode_address.interventions.outputs import mapped
+from encode_address.interventions import mixer_output
 from encode_address.maps import Error, Moments, RidgeMap
 from encode_address.run.edits import apply_edits
-from encode_address.run.stitch import CLASSES, FIT, REPORT, SELECT, Arm, Fitted, Row, Slot, classes, tensors
+from encode_address.run.stitch import (
+    CLASSES,
+    FIT,
+    REPORT,
+    SELECT,
+    Arm,
+    Fitted,
+    Row,
+    Slot,
+    classes,
+    mapped,
+    run_layers,
+    tensors,
+)
 
 
 def fit(engine: Any, slot: Slot) -> dict[Arm, Fitted]:

@@ -13,6 +13,7 @@ from encode_address.experiments import query_key as sides
 from encode_address.experiments import scaling as chain
 from encode_address.metrics import select
 from encode_address.stats import NOTHING, Estimate, estimate
+from encode_address.tables.cross import cross_transplant, replacement
 from encode_address.tables.results import (
     INTACT,
     Results,
@@ -130,36 +131,6 @@ def transplant(models: Sequence[Results]) -> Table:
     )
     columns = ["redirected", "attention on donor's entry", "D(A-B)"]
     return build("transplant", caption, ("variant", "reader", "block"), columns, models, lines)
-
-
-def cross_transplant(models: Sequence[Results]) -> Table:
-    """Section 5.6, of two models each; no experiment of this package has such rows."""
-    columns = [
-        "cross-model",
-        "same model",
-        "self map",
-        "shuffled map",
-        "mean vector",
-        "best other block",
-        "attention on donor's entry",
-    ]
-    caption = "Output transplant between two models, by a linear map of the donor's Address."
-    return build("cross-transplant", caption, ("donor", "variant"), columns, models, lambda _: ())
-
-
-def replacement(models: Sequence[Results]) -> Table:
-    """Section 5.7, of two models each; no experiment of this package has such rows."""
-    columns = [
-        INTACT,
-        "removed",
-        "linear projection",
-        "donor's Address",
-        "attention",
-        "mixers zeroed",
-        "best other block",
-    ]
-    caption = "Block replacement: the receiver's Address replaced by the donor's, between two linear maps."
-    return build("replacement", caption, ("donor", "variant"), columns, models, lambda _: ())
 
 
 def scaling(models: Sequence[Results]) -> Table:

@@ -21,6 +21,7 @@ CELL = [*metrics.FACTORS, "seed", "draw", "last", "candidate"]  # with pair and 
 ONCE = ["pair", "form"]
 NEEDED = [*CELL, *ONCE, "prompt", "correct", "choice_correct", "margin", "redirected", "kept", "carried", "loss"]
 INTACT = "intact"
+CROSS = ("transfer", "replace", "replace-text")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,8 @@ class Results:
     @cached_property
     def table(self) -> pd.DataFrame:
         """The rows, for each setting those of the draw with most pairs, each run of the model once."""
-        return _once(self.rows.assign(**{column: None for column in NEEDED if column not in self.rows}), self.name)
+        own = self.rows[~self.rows["experiment"].isin(CROSS)]  # what is of two models has tables of its own
+        return _once(own.assign(**{column: None for column in NEEDED if column not in own}), self.name)
 
     @cached_property
     def layout(self) -> Layout | None:
