@@ -50,3 +50,32 @@ def test_my_first_intervention_is_felt_after_its_block_only():
     assert rows["G2 x -1"][0] != right
     assert float(rows["G2 x -1"][-1]) < 0.5 < float(attention[-1])
     assert rows["G0 x 0.5"][1:] != rows["none"][1:], "the edit lands"
+
+
+@pytest.mark.parametrize(("donor", "host"), [("tiny-gdn", "tiny-mamba2"), ("tiny-mamba2", "tiny-gdn")])
+def test_what_replacement_misses_is_the_final_position(donor, host):
+    out = run("what_replacement_misses.py", "--donor", donor, "--host", host, "--n", "12")
+    maps, table = out.split("\n\n")
+    r2 = {name: float(rest.split()[0]) for line in maps.splitlines()[:-1] for name, rest in [line.split(" map ")]}
+    assert r2[f"{host}: R2 of entry"] > 0.999, "the host's own residual stream maps onto itself"
+    assert r2[f"{donor}: R2 of exit"] > 0.7, "the map that fails is a good one by this measure"
+    share = float(maps.splitlines()[-1].split(" %")[0])
+    assert 0 < share < 0.5
+    # Each row: accuracy [low, high] and the share missed at the final position [low, high].
+    rows = [(line[:55].strip(), line[55:].replace("[", "").replace("]", "").split()) for line in table.splitlines()[1:]]
+    names, numbers = [name for name, _ in rows], [[float(cell.rstrip(",")) for cell in cells] for _, cells in rows]
+    accuracy, missed = [row[0] for row in numbers], [row[3] for row in numbers]
+    own, nothing, refitted, whole, final_exact, rest_exact, linear, alike, still, alike_linear = range(10)
+    assert len(rows) == 13
+    assert [names[i] for i in (own, nothing, linear)] == ["host's own Address", "nothing", "linear map"]
+    assert all(low <= value <= high for row in numbers for value, low, high in (row[:3], row[3:]))
+    assert accuracy[own] == accuracy[refitted] == 1 > accuracy[nothing]
+    assert missed[own] == missed[refitted] == missed[final_exact] == 0
+    assert missed[whole] == missed[rest_exact] > 1 > missed[alike]
+    assert accuracy[final_exact] > max(accuracy[whole], accuracy[rest_exact]) + 0.3
+    assert accuracy[alike] > accuracy[whole]
+    assert missed[still] < missed[whole]
+    assert missed[alike_linear] < missed[linear]
+    foreign, line, constant = numbers[-3:]
+    assert min(foreign[0], line[0]) > constant[0]
+    assert line[3] < foreign[3] < constant[3], "the address is read off the host's own stream by a linear map"
