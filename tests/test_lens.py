@@ -157,12 +157,13 @@ def test_the_width_of_a_backward_pass_changes_rounding_only(granite):
     assert (wide - narrow).norm() / wide.norm() < 1e-5
 
 
-def test_weights_want_gradients_as_before_and_get_none(granite):
-    parameters = [*granite.module.parameters()]
-    before = [p.requires_grad for p in parameters]
+def test_weights_want_gradients_as_before_and_get_none():
+    model = load_tiny("granite")
+    parameters = [*model.module.parameters()]
+    parameters[0].requires_grad_(False)
     with torch.no_grad():  # a caller's setting does not stop the fit
-        fit(granite, prompts(1), (6,), skip=SKIP)
-    assert [p.requires_grad for p in parameters] == before
+        fit(model, prompts(1), (6,), skip=SKIP)
+    assert [p.requires_grad for p in parameters] == [False] + [True] * (len(parameters) - 1)
     assert all(p.grad is None for p in parameters)
 
 
@@ -218,6 +219,20 @@ def test_reading_applies_j_before_the_models_own_norm_and_head(granite, fitted):
         own = granite.module(torch.tensor(hosts), use_cache=False).logits[:, -2]
     assert torch.allclose(reading.logits[5], expected, rtol=1e-4, atol=1e-5)
     assert torch.allclose(reading.own, own, rtol=1e-4, atol=1e-5)
+
+
+def test_at_the_target_every_lens_says_what_the_model_says(model):
+    """There J is I, so it needs no fit; in a model whose last layer is a reader, that is where the value arrives."""
+    whole = fit(model, prompts(1), (2,), skip=SKIP, width=WIDTH)
+    rows = fit(model, prompts(1), (2,), tokens=TOKENS, skip=SKIP)
+    hosts = prompts(3, seed=2)
+    assert whole.readable == rows.readable == (2, 8)
+    reading = read(model, whole, hosts)
+    assert torch.allclose(reading.logits[8], reading.own, rtol=1e-4, atol=1e-4)
+    own, few = reading.own[:, list(TOKENS)], read(model, rows, hosts).logits[8]
+    ratio = (own[:, :1] - own[:, 1:]) / (few[:, :1] - few[:, 1:])
+    assert (ratio > 0).all()
+    assert ((ratio / ratio.mean(1, keepdim=True) - 1).abs() < 1e-2).all()
 
 
 def test_prompts_of_different_length_are_read_at_their_own_ends(granite, fitted):
@@ -436,7 +451,7 @@ def refusals(model, fitted, gdn):
     broken = {layer: values.clone() for layer, values in lens.sums.items()}
     broken[5][0, 1, 1] = torch.nan
     return {
-        "not fitted at L3: use one of L1, L5": lambda: read(model, lens, texts, [3]),
+        "not fitted at L3: use one of L1, L5, L8, or fit it there": lambda: read(model, lens, texts, [3]),
         "position 3 cannot be read: the lens was fitted from position 4": lambda: read(
             model, lens, texts, position=-17
         ),

@@ -104,7 +104,7 @@ def _check(
     about: dict[str, Any], counts: tuple[int, ...], sums: dict[int, torch.Tensor], directions: torch.Tensor | None
 ) -> None:
     """Raise ValueError where the tensors are not those that the metadata speaks of."""
-    if about["kind"] not in KINDS or {"fingerprint", "model", "skip", "n_prompts"} - about.keys():
+    if about["kind"] not in KINDS or {"fingerprint", "model", "skip", "n_prompts", "target"} - about.keys():
         raise ValueError("its metadata is not a lens's")
     rows = len(about["tokens"]) if about["kind"] == "rows" else about["d_model"]
     layers = [] if about["kind"] == "logit" else about["layers"]

@@ -49,8 +49,13 @@ class Lens:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers it can be read at."""
+        """The layers it was fitted at."""
         return tuple(self.about["layers"])
+
+    @property
+    def readable(self) -> tuple[int, ...]:
+        """The layers it can be read at: the fitted ones, and the target, where J is I whatever the prompts."""
+        return tuple(sorted({*self.layers, self.about["target"]}))
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
@@ -69,11 +74,11 @@ class Lens:
 
     def matrix(self, layer: int) -> torch.Tensor:
         """J of a layer, or its rows: (rows, d_model), float32. Raises RunError for a layer that was not fitted."""
-        if layer not in self.layers:
-            there = ", ".join(f"L{i}" for i in self.layers)
+        if layer not in self.readable:
+            there = ", ".join(f"L{i}" for i in self.readable)
             raise RunError(f"this lens was not fitted at L{layer}: use one of {there}, or fit it there")
-        if self.kind == "logit":
-            return torch.eye(self.about["d_model"])
+        if layer not in self.sums:
+            return self._direct()
         return self.sums[layer].sum(0) / self.n
 
     def scores(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
@@ -111,8 +116,7 @@ class Lens:
         """
         if len(self.counts) != 2 or min(self.counts) < 1:
             raise RunError("this lens has no two halves to compare: fit one here, on two prompts or more")
-        direct = torch.eye(self.about["d_model"]) if self.directions is None else self.directions
-        rows = []
+        direct, rows = self._direct(), []
         for layer in self.layers:
             even, odd = (part.double() / n for part, n in zip(self.sums[layer], self.counts))
             whole = self.matrix(layer).double()
@@ -127,6 +131,10 @@ class Lens:
                 }
             )
         return pd.DataFrame(rows)
+
+    def _direct(self) -> torch.Tensor:
+        """What it would be if nothing lay between a layer and the target, with J = I."""
+        return torch.eye(self.about["d_model"]) if self.directions is None else self.directions
 
 
 def logit_lens(model: HybridModel, layers: Sequence[int] | None = None) -> Lens:

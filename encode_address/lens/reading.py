@@ -28,7 +28,7 @@ class Reading:
 def read(
     model: HybridModel, lens: Lens, prompts: Any, layers: Sequence[int] | None = None, position: int = -1
 ) -> Reading:
-    """Read prompts at `layers` (default: all of the lens) at one position, counted from the end (-1 is the last token).
+    """Read prompts at `layers` (default: all of `lens.readable`) at one position, counted from the end (-1 is the last token).
 
     Raises RunError for another model's lens, a layer or position that it was not fitted at, or logits that are not finite.
     """
@@ -39,7 +39,7 @@ def read(
     if not -shortest <= position < 0:
         raise RunError(f"position {position} is not one of {shortest} counted from the end: -1 is the last token")
     lens.require_position(shortest + position)
-    chosen = lens.layers if layers is None else tuple(sorted(set(layers)))
+    chosen = lens.readable if layers is None else tuple(sorted(set(layers)))
     matrices = [lens.matrix(layer) for layer in chosen]
     envoys = [model.layers[i] for i in chosen]
     facts = (model.final_norm, model.lm_head, model.logits_scaling, model.logits_cap)
