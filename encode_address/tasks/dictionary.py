@@ -185,7 +185,7 @@ class Dictionary:
         other = self._other(keys, query) if other is None else other
         pieces = [Piece(word.opening)]
         for i, (key, value) in enumerate(zip(keys, values)):
-            pieces += _entry(word.entry, i, key, value)
+            pieces += entry_pieces(word.entry, i, key, value)
             delimiter = word.separator if i < self.size - 1 else word.end
             pieces.append(Piece(delimiter, (f"entry {i}",) if word.delimited else ()))
         pieces.append(Piece(self.filler))
@@ -277,7 +277,7 @@ class Dictionary:
             )
 
 
-def _entry(template: str, index: int, key: str, value: str) -> list[Piece]:
+def entry_pieces(template: str, index: int, key: str, value: str) -> list[Piece]:
     """An entry's template as pieces; a leading space belongs to the entry, not to the word."""
     pieces = []
     for part in re.split(r"(\{key\}|\{value\})", template):
