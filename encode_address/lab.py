@@ -48,6 +48,7 @@ from encode_address.run.store import Store, stored_keys
 from encode_address.tasks import dictionary, text_source
 
 VARIANTS = main_job.VARIANTS
+MORE = ".circuits"  # in a model's folder: quick finds of variants that its own `find` has not
 
 
 @dataclass(frozen=True)
@@ -244,13 +245,14 @@ def circuit_of(module: ModuleType, setting: Setting) -> str:
 
 
 def stored_circuits(model: Any, variants: Sequence[str], out: str | Path) -> dict[str, Circuit] | None:
-    """The circuit of each variant, from the verdict that `find` stored, if it has all of them."""
-    path = Path(out) / model.slug / "verdict.json"
-    if not path.is_file():
-        return None
-    content = json.loads(path.read_text())
-    known = {name: Circuit.of(v) for name, v in (content.get("variants") or {}).items()}
-    return known if all(variant in known for variant in variants) else None
+    """The circuit of each variant, from the verdicts that `find` stored, if they have all of them."""
+    known: dict[str, Circuit] = {}
+    for place in (Path(out) / model.slug / MORE, Path(out)):  # what was asked for stands before what was needed
+        path = place / model.slug / "verdict.json"
+        if path.is_file():
+            said = json.loads(path.read_text()).get("variants") or {}
+            known |= {name: Circuit.of(verdict) for name, verdict in said.items()}
+    return known if all(variant in known for variant in variants) and known else None
 
 
 def circuits(
@@ -262,9 +264,13 @@ def circuits(
     text: str | None,
     batch_tokens: int | None,
 ) -> dict[str, Circuit]:
+    """The circuit of each variant; a quick `find` says those that none has said. It leaves a result of `find` that is there as it is."""
     known = stored_circuits(model, variants, out)
     if known is None:
-        asked = list(dict.fromkeys(variants))
-        main_job.find(model, asked, main_job.QUICK_N, seed, text, pool, out, batch_tokens=batch_tokens)
+        found = (Path(out) / model.slug / "verdict.json").is_file()
+        place = Path(out) / model.slug / MORE if found else out
+        have = stored_circuits(model, (), out) or {}
+        asked = [variant for variant in dict.fromkeys(variants) if variant not in have]
+        main_job.find(model, asked, main_job.QUICK_N, seed, text, pool, place, batch_tokens=batch_tokens)
         known = stored_circuits(model, variants, out)
     return known or {}

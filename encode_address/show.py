@@ -30,7 +30,7 @@ def show(folder: str | Path) -> Iterator[str]:
     Raises StoreError if there is none, or a file of it cannot be read.
     """
     folder = Path(folder)
-    places = [folder, *folder.glob("*"), *folder.glob("*/*")] if folder.is_dir() else []
+    places = [folder, *folder.glob("[!.]*"), *folder.glob("[!.]*/[!.]*")] if folder.is_dir() else []
     found = sorted(path for path in places if _has_results(path))
     if not found:
         raise StoreError(f"no results in {folder}: give the results folder of a model, or the folder that holds it")

@@ -191,6 +191,26 @@ def test_donors_of_another_format_where_the_wording_has_the_same_length(tmp_path
     assert not set(other["donor_prompt"]) & set(select(table, donor="same-dictionary")["donor_prompt"])
 
 
+def test_a_quick_find_of_another_variant_leaves_what_find_found(tmp_path, monkeypatch):
+    model, asked = ea.load(QUICK[0]), []
+    folder = tmp_path / model.slug
+    folder.mkdir()
+    said = {"chat8": {"encode": ["G0"], "address": ["G2"], "readers": ["L7H1"]}}
+    (folder / "verdict.json").write_text(json.dumps({"variants": said}))
+
+    def find(model, variants, n, seed, text, pool, out, **_):
+        asked.append(list(variants))
+        (out / model.slug).mkdir(parents=True)
+        there = {variant: {"address": ["G1"]} for variant in variants}
+        (out / model.slug / "verdict.json").write_text(json.dumps({"variants": there}))
+
+    monkeypatch.setattr(lab.main_job, "find", find)
+    for _ in range(2):  # the second time it is known
+        known = lab.circuits(model, ["chat8", "list8"], 0, "A", tmp_path, None, None)
+        assert (known["chat8"].address, known["list8"].address, asked) == (("G2",), ("G1",), [["list8"]])
+    assert json.loads((folder / "verdict.json").read_text()) == {"variants": said}
+
+
 # -- the command ----------------------------------------------------------------------------------
 def test_the_list_names_every_experiment_once():
     assert [line.split()[0] for line in lab.listing().splitlines()] == list(EXPERIMENTS)

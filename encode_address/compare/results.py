@@ -27,7 +27,7 @@ class Source:
 def sources(folder: str | Path) -> list[Source]:
     """The finished runs in a folder: a model's, an experiment's, or one that holds models'. Raises EncodeAddressError."""
     folder = Path(folder)
-    places = [folder, *sorted(folder.glob("*")), *sorted(folder.glob("*/*"))] if folder.is_dir() else []
+    places = [folder, *sorted(folder.glob("[!.]*")), *sorted(folder.glob("[!.]*/[!.]*"))] if folder.is_dir() else []
     found = [_source(place) for place in places if (place / "cells.parquet").is_file()]
     if not found:
         raise EncodeAddressError(

@@ -33,6 +33,7 @@ from encode_address.tasks import Prompt, Swap
 SUMMARY = "pruning: at which layer the model, stopped there, begins to retrieve, and what it knows of text by then"
 PAPER, N, QUICK_N = "3.1", 100, 24
 NEEDS_CIRCUIT, ADAPTIVE = True, False
+CIRCUIT_OF = "chat8"  # whose readers the jump is held against, in every variant
 VARIANTS = ("chat8", "chat16", "list8", "rev8", "long512")
 OPTIONS = {"knowledge": (False, True), "normalisation": ("own", "paper")}
 JUMP_LOW = 0.2
