@@ -68,6 +68,15 @@ def draw_each(
     return paths
 
 
+def draw_first(
+    name: str, make: Callable[..., Figure | None], table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path
+) -> list[Path]:
+    """`draw_each` of the first variant alone."""
+    first = variants(shown(table))[:1]
+    rows = table[table["variant"].isin(first)] if first else table.iloc[:0]
+    return draw_each(name, make, rows, verdict, folder)
+
+
 def read(folder: Path) -> tuple[pd.DataFrame, dict[str, Any] | None]:
     """The table of a result folder, and its verdict if it has one."""
     cells, verdict = folder / "cells.parquet", folder / "verdict.json"

@@ -37,13 +37,7 @@ QUESTION, LAST = 3.6, 1.6  # widths of these spans, in entries
 
 def draw(table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path) -> list[Path]:
     """Write the figure of the first variant; [] without an Address, a layout, or the rows of the Address' transplant."""
-    rows = figures.shown(table)
-    variant = next(iter(figures.variants(rows)), None)
-    if variant is None:
-        return []
-    with figures.style():
-        figure = _figure(metrics.select(rows, variant=variant), figures.verdict_of(verdict, variant), variant)
-        return figures.write(figure, folder, "overview", variant) if figure else []
+    return figures.draw_first("overview", _figure, table, verdict, folder)
 
 
 def _figure(rows: pd.DataFrame, view: dict[str, Any], variant: str) -> Figure | None:

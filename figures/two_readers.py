@@ -25,13 +25,7 @@ COLOURS = (figures.ORANGE, figures.SKY, figures.BLUE, figures.GREY, figures.DARK
 
 def draw(table: pd.DataFrame, verdict: dict[str, Any] | None, folder: Path) -> list[Path]:
     """Write the figure; [] where the Address is one block and all readers are in one layer, or its rows are missing."""
-    rows = figures.shown(table)
-    variant = next(iter(figures.variants(rows)), None)
-    if variant is None:
-        return []
-    with figures.style():
-        figure = _figure(metrics.select(rows, variant=variant), figures.verdict_of(verdict, variant), variant)
-        return figures.write(figure, folder, "two-readers", variant) if figure else []
+    return figures.draw_first("two-readers", _figure, table, verdict, folder)
 
 
 def _figure(rows: pd.DataFrame, view: dict[str, Any], variant: str) -> Figure | None:
