@@ -316,9 +316,9 @@ def edits_to_donor(model, backend):
 def edits_inside_attention(model, backend):
     """Both are made before the attention of their layer is read, and before its output is edited."""
     (first, *_, last), (query, key) = model.softmax_layers, queries_and_keys(model)
-    one = (first, "inside", put_query, (model.attention_op(first), query[:2], torch.tensor([2, 0]), 1))
+    one = (first, "inside", put_query, (model.attention_op(first), query[:2, None], torch.tensor([2, 0]), 1))
     places = torch.tensor([[1, 4], [0, 2], [5, 3]])
-    more = [(last, "inside", put_query, (model.attention_op(last), query, torch.arange(3), -1))]
+    more = [(last, "inside", put_query, (model.attention_op(last), query[:, None], torch.arange(3), -1))]
     more += [
         (last, "inside", put_key, (model.attention_op(last), key, places, torch.arange(3))),
         (last, "output", set_value, (None,)),
@@ -379,7 +379,7 @@ def edits_the_gate(model, backend):
     with torch.no_grad(), model.trace(IDS, backend=backend) as tracer:
         seen = nnsight.save({})
         if gated:
-            seen["written"] = put_gate(mixer, heads, gate, rows, -1)
+            seen["written"] = put_gate(mixer, heads, gate[:, None], rows, -1)
         if not gated:
             seen["written"] = set_value(mixer, None)
         seen["logits"] = tracer.result.logits[:, -1].clone()

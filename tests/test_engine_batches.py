@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from encode_address.errors import RunError
 from encode_address.experiments import readers, removal
-from encode_address.run import paths as paths_module
+from encode_address.run import steps as steps_module
 from encode_address.run.cells import FINAL, FULL, Cell
 from encode_address.run.engine import Engine
 from encode_address.run.store import Store
@@ -200,8 +200,8 @@ def test_caches_that_cells_run_from_are_not_changed(monkeypatch):
         kept.append((saved, [{what: tensor.clone() for what, tensor in layer.items()} for layer in saved]))
         return saved
 
-    paths_read = paths_module.read_cache
-    monkeypatch.setattr(paths_module, "read_cache", spy)
+    paths_read = steps_module.read_cache
+    monkeypatch.setattr(steps_module, "read_cache", spy)
     cells = [cell for cell in every_path(name) if cell.path == FINAL]
     engine_for(name).run(cells)
     ((after, before),) = kept

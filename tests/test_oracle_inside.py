@@ -15,7 +15,7 @@ import torch
 from encode_address import interventions as iv
 from encode_address.errors import RunError
 from encode_address.run import edits as edits_module
-from encode_address.run import paths as paths_module
+from encode_address.run import steps as steps_module
 from encode_address.run.cells import FINAL, FULL, READ, Cell
 from tests.oracle import put_key, put_query
 from tests.oracle_cases import (
@@ -264,7 +264,7 @@ LOST = {
     "query final": (edits_module, "write_query", query_to_a_copy),
     "query full": (edits_module, "write_query", query_to_a_copy),
     "key": (edits_module, "write_key", key_to_a_copy),
-    "state": (paths_module, "write_cache", hosts_own_states),
+    "state": (steps_module, "write_cache", hosts_own_states),
 }
 
 

@@ -113,6 +113,10 @@ class HybridModel:
         linear = self.linear_layers if self.family.linear_heads is not None else ()
         return tuple(sorted((*self.softmax_layers, *linear)))
 
+    def states_of(self, layer: int) -> tuple[str, ...]:
+        """The states of a layer's mixer: of "recurrent" and "conv"; none of a softmax layer."""
+        return self.family.states if layer in self.linear_layers else ()
+
     @property
     def gated(self) -> bool:
         """Whether softmax outputs are gated: the query projection then gives a gate beside each head's query."""
@@ -255,12 +259,12 @@ class HybridModel:
 
     def continuation(self, last: torch.Tensor, length: int, cache: Any) -> dict[str, Any]:
         """The keywords of a trace of one more token (batch, 1) each, of prompts of `length`, from their prefixes' cache."""
-        # Without a mask of full length nnsight makes one of one token, and the softmax layers mask wrongly, silently.
-        mask = torch.ones(len(last), length, dtype=torch.long, device=last.device)
-        # Some models count positions from 0 again when they are not given.
-        positions = torch.full_like(last, length - 1)
-        known = {"input_ids": last, "attention_mask": mask, "position_ids": positions}
-        return {**known, "cache": cache, "use_cache": True}
+        return continuation(last.to(self.device), length, cache)
+
+    def stop(self, tracer: Any, last: int) -> None:
+        """At the end of a trace: nothing above layer `last` is needed, so it does not run here. On a server it does: in a
+        sandbox nothing can follow a trace that stopped."""
+        tracer.stop()
 
     def attention_op(self, layer: int) -> str:
         """The name of a softmax layer's attention call, for `interventions.final_attention`.
@@ -314,6 +318,16 @@ class HybridModel:
         return ", ".join(f"L{i}" for i in self.softmax_layers)
 
 
+def continuation(last, length, cache):
+    """See `HybridModel.continuation`."""
+    # Without a mask of full length nnsight makes one of one token, and the softmax layers mask wrongly, silently.
+    mask = torch.ones(len(last), length, dtype=torch.long, device=last.device)
+    # Some models count positions from 0 again when they are not given.
+    positions = torch.full_like(last, length - 1)
+    known = {"input_ids": last, "attention_mask": mask, "position_ids": positions}
+    return {**known, "cache": cache, "use_cache": True}
+
+
 def _place(layer: torch.nn.Module, path: str) -> tuple[Any, str]:
     """The module that holds an attribute, and its name: "temporal_block.conv1d_state" of a layer."""
     *modules, attribute = path.split(".")
@@ -354,9 +368,28 @@ def _view(lm: Any, facts: dict[str, Any]) -> types.SimpleNamespace:
             layers += [int(name[1:])] if name[0] == "L" else blocks[name].layers
         return [lm.layers[i].mixer for i in sorted(set(layers))]
 
-    def trace(*inputs, **kwargs):
+    def trace(prompts, **kwargs):
         kwargs.setdefault("use_cache", False)
-        return lm.trace(*inputs, **kwargs)
+        if isinstance(prompts, torch.Tensor):
+            kwargs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), **kwargs}
+            return lm.trace(**kwargs)
+        return lm.trace(prompts, **kwargs)
+
+    def stop(tracer, last):
+        pass
+
+    def prefix(ids):
+        with torch.no_grad(), trace(ids, use_cache=True, logits_to_keep=1) as tracer:
+            cache = tracer.result.cache.save()
+        return cache
 
     names = {"layers": lm.layers, "embed": lm.embed, "final_norm": lm.final_norm, "lm_head": lm.lm_head}
-    return types.SimpleNamespace(lm=lm, mixers=mixers, trace=trace, **names, **facts)
+    known = {
+        "mixers": mixers,
+        "trace": trace,
+        "prefix": prefix,
+        "stop": stop,
+        "continuation": continuation,
+        "held": None,
+    }
+    return types.SimpleNamespace(lm=lm, **known, **names, **facts)

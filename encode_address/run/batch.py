@@ -37,10 +37,9 @@ def watched(cells: Sequence[Cell]) -> list[int]:
     return sorted({layer for cell in cells for layer, _ in cell.watch})
 
 
-def noisy(seed: int, layer: int, ids: tuple[int, ...], host: torch.Tensor, donor: torch.Tensor) -> torch.Tensor:
-    """The host's output plus noise of the size of donor - host, at every position (last dimension: d_model)."""
-    noise = torch.randn(host.shape, generator=_generator(seed, layer, ids)).to(host)
-    return host + noise / noise.norm(dim=-1, keepdim=True) * (donor - host).norm(dim=-1, keepdim=True)
+def noise_of(seed: int, layer: int, ids: tuple[int, ...], positions: int, size: int) -> torch.Tensor:
+    """(positions, size): standard normal noise, the same for the same layer of the same prompt."""
+    return torch.randn(positions, size, generator=_generator(seed, layer, ids))
 
 
 def _generator(seed: int, layer: int, ids: tuple[int, ...]) -> torch.Generator:

@@ -139,7 +139,8 @@ def put_inputs(site, donor, positions, rows):
 
 
 def put_query(mixer, op, donor, rows, head):
-    """The last position's query of `rows` := the donor's (n, heads, head_dim), of one head or of all (-1)."""
+    """The last position's query of `rows` := the donor's (n, 1, heads, head_dim), of one head or of all (-1)."""
+    donor = donor[:, 0]
     write_query(mixer, op, donor, rows, head)
     chosen = slice(None) if head == -1 else slice(head, head + 1)
     after = query_and_key(mixer, op)[0][rows.to(donor.device), chosen, -1]
@@ -147,7 +148,8 @@ def put_query(mixer, op, donor, rows, head):
 
 
 def put_gate(mixer, heads, donor, rows, head):
-    """The last position's output gate of `rows` := the donor's (n, heads, head_dim), of one head or of all (-1)."""
+    """The last position's output gate of `rows` := the donor's (n, 1, heads, head_dim), of one head or of all (-1)."""
+    donor = donor[:, 0]
     write_gate(mixer, heads, donor, rows, head)
     chosen = slice(None) if head == -1 else slice(head, head + 1)
     after = gates(mixer, heads)[rows.to(donor.device), -1, chosen]

@@ -23,12 +23,14 @@ import transformers
 
 from encode_address.errors import RunError
 from encode_address.interventions import mixer_output
+from encode_address.run import session
 from encode_address.run.batch import ids_of
 from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
-from encode_address.run.paths import PATHS
-from encode_address.run.plan import Plan, plan, without_continuation
+from encode_address.run.paths import PATHS, Step
+from encode_address.run.plan import Bundle, Plan, plan, without_continuation
 from encode_address.run.projection import StandIn, costs
+from encode_address.run.steps import run_bundles, run_step
 from encode_address.run.store import Store
 from encode_address.tasks.text import Text
 
@@ -39,7 +41,8 @@ class Engine:
     """Runs cells on one model, and keeps account of what that took.
 
     `text` is the source of mean removal. `batch_tokens` bounds the tokens of one trace (default: from free memory).
-    `on_rows` is called with the number of rows each trace finished, `warn` with a line that the user should see.
+    `on_rows` is called with the number of rows each trace finished, `warn` with a line that the user should see. `ask` runs a
+    function where the model is (see `run.session`); elsewhere than here, several bundles are one job.
     """
 
     def __init__(
@@ -49,12 +52,13 @@ class Engine:
         batch_tokens: int | None = None,
         on_rows: Callable[[int], Any] | None = None,
         warn: Callable[[str], Any] = lambda line: print(f"warning: {line}", file=sys.stderr),
+        ask: Callable[..., Any] = session.here,
     ) -> None:
         if model.remote:
             raise RunError("experiments run on local models in this version; a raw `model.trace` does run remotely")
         if batch_tokens is not None and batch_tokens < 1:
             raise RunError(f"batch tokens must be 1 or more, not {batch_tokens}")
-        self.model, self.text, self.warn = model, text, warn
+        self.model, self.text, self.warn, self.ask = model, text, warn, ask
         self.on_rows = on_rows or (lambda n: None)
         self.depth = len(model.layout.kinds)
         self.layer_tokens = self.traces = 0  # forwarded so far: tokens x layers, traces
@@ -163,8 +167,9 @@ class Engine:
         current, finished = first, set()
         while True:
             try:
-                for bundle in current.bundles:
-                    for batch, seen in PATHS[bundle.path](self, bundle):
+                for job in [[one] for one in current.bundles] if self.ask is session.here else current.jobs:
+                    bundle = max(job, key=lambda one: one.length)
+                    for batch, seen in self._bundle(bundle) if self.ask is session.here else self._job(job):
                         yield batch, seen
                         finished.update(cell.work for cell in batch)
                 return
@@ -189,6 +194,34 @@ class Engine:
             self.limits = smaller
             rest = {work: entry for work, entry in works.items() if work not in finished}
             current = self._plan(rest)
+
+    def _bundle(self, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], dict]]:
+        """Run the steps of a bundle: of each that measures, its cells and what was seen."""
+        bank: dict[str, Any] = {}
+        for step in PATHS[bundle.path](self, bundle):
+            self.count(step.tokens, step.layers)
+            yield from self._seen(step, run_step(self.model, step.data, bank))
+
+    def _job(self, bundles: Sequence[Bundle]) -> Iterator[tuple[Sequence[Cell], dict]]:
+        """The same of several bundles at once, where the model is: only what was seen comes back."""
+        steps = [list(PATHS[bundle.path](self, bundle)) for bundle in bundles]
+        sourced = sorted({layer for some in steps for step in some for layer in step.sourced})
+        seen = self.ask(self.model, run_bundles, ([[step.data for step in some] for some in steps], sourced))
+        for some, values in zip(steps, seen):
+            for step, value in zip(some, values):
+                self.count(step.tokens, step.layers)
+                yield from self._seen(step, value)
+
+    def _seen(self, step: Step, seen: dict[str, Any] | None) -> Iterator[tuple[Sequence[Cell], dict]]:
+        """What a step saw, by cells, verified."""
+        self._landed(step, seen or {})
+        for cells, part in step.results(seen) if step.cells else ():
+            values = part["loss"]["loss"] if "loss" in part else part["answer"]["finite"] if "answer" in part else None
+            if values is not None and not bool(
+                torch.isfinite(values.float()).all() if "loss" in part else values.all()
+            ):
+                self._not_finite(step, cells)
+            yield cells, part
 
     def _fitting(self, cells: Sequence[Cell]) -> tuple[Sequence[Cell], str]:
         family = self.model.family
@@ -242,21 +275,19 @@ class Engine:
             raise RunError("mean removal needs a text: pass --text")
         return self.text.chunks(self.model.tokenizer, "train", n=self.text.count)
 
-    def verify(
-        self, edits: Sequence[tuple], seen: dict[str, Any], finite: torch.Tensor, cells: Sequence[Cell] = ()
-    ) -> None:
-        """Raise RunError for logits that are no numbers, and for an edit that did not fire.
-
-        `edits` are (write, edits it serves), as `apply_edits` was given the writes.
-        """
-        if not bool(finite.all()):
-            first = next((edit for cell in cells for edit in cell.edits), edits[0][1][0] if edits else None)
-            what = self._named(first) if first else self.model.name
-            raise RunError(f"NaN or infinite logits: {what}; try --dtype float32")
-        for number, ((layer, *_), served) in enumerate(edits):
-            what = self._named(served[0])
+    def _landed(self, step: Step, seen: Mapping[str, Any]) -> None:
+        """Raise RunError for an edit that did not fire."""
+        for number, ((layer, *_), served) in enumerate(step.writes):
             if not bool(seen["landed"][number]):
+                what = self._named(served[0])
                 raise RunError(f"the intervention did not fire: what {what} wrote does not stand at layer {layer}")
+
+    def _not_finite(self, step: Step, cells: Sequence[Cell]) -> None:
+        """Raise RunError for logits that are no numbers."""
+        edits = (edit for cell in cells for edit in (*cell.edits, *(e for _, some in step.writes for e in some)))
+        first = next(edits, None)
+        what = self._named(first) if first else self.model.name
+        raise RunError(f"NaN or infinite logits: {what}; try --dtype float32")
 
     def _named(self, edit: Edit) -> str:
         return f"{edit.verb} {edit.mode} at layers {layers_said(edit.layers) or '-'} ({self.model.name})"

@@ -19,6 +19,7 @@ from encode_address.errors import RunError
 from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell, Run
 from encode_address.tasks.prompts import Prompt
 
+JOB_TOKENS = 200_000  # of a job on a server: seconds to minutes, and what is lost when it fails
 STEP_ROWS = 512  # of a one-token trace; more are no faster
 
 
@@ -168,6 +169,20 @@ class Plan:
     @property
     def traces(self) -> int:
         return self.shared[1] + sum(bundle.traces(self.limits) for bundle in self.bundles)
+
+    @property
+    def jobs(self) -> list[list[Bundle]]:
+        """The bundles in groups of at most JOB_TOKENS tokens, at least one each: what a server runs at once."""
+        groups: list[list[Bundle]] = []
+        room = 0
+        for bundle in self.bundles:
+            cost = bundle.layer_tokens(self.depth)
+            if not groups or cost > room:
+                groups.append([])
+                room = JOB_TOKENS * self.depth
+            groups[-1].append(bundle)
+            room -= cost
+        return groups
 
     @property
     def cache_bytes(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from encode_address.run.batch import noisy
+from encode_address.run.batch import noise_of
 from encode_address.run.cells import PATCHES, Edit, Run
 from encode_address.run.edits import (
     pass_on,
@@ -27,23 +27,27 @@ SITES = {verb: verb for verb in PATCHES} | {"transplant": "output"}
 
 
 class Sources:
-    """What donors have: (site, layer) -> the run's key -> values (positions, ...), of the positions that are listed."""
+    """Where the bank has what donors have (see `run.steps`): (site, layer) -> the run's key -> its row. `positions` are those that
+    are kept of a run; None: the last one."""
 
     def __init__(self, positions: Sequence[int] | None) -> None:
         self.positions = None if positions is None else torch.tensor(positions)
         self._place = {position: i for i, position in enumerate(positions or ())}
-        self._values: dict[tuple, dict[tuple, torch.Tensor]] = {}
+        self._rows: dict[tuple, dict[tuple, int]] = {}
 
-    def add(self, runs: Sequence[Run], taken: dict[tuple, torch.Tensor]) -> None:
-        for what, values in taken.items():
-            self._values.setdefault(what, {}).update(zip((run.key for run in runs), values))
+    def add(self, runs: Sequence[Run], sites: Sequence[tuple[str, int]]) -> None:
+        """A step took `sites` of `runs`."""
+        for site in sites:
+            known = self._rows.setdefault(site, {})
+            start = len(known)
+            known.update((run.key, start + i) for i, run in enumerate(runs))
 
-    def values(self, site: str, layer: int, wanted: Sequence[tuple[Run, Sequence[int]]]) -> torch.Tensor:
-        """(n, k, ...): of each run, at its own k positions (the last one, where only that was taken)."""
-        found = self._values[site, layer]
-        if self.positions is None:
-            return torch.stack([found[run.key] for run, _ in wanted])
-        return torch.stack([found[run.key][[self._place[p] for p in places]] for run, places in wanted])
+    def values(self, site: str, layer: int, wanted: Sequence[tuple[Run, Sequence[int]]]) -> tuple:
+        """What stands for (n, k, ...): of each run, at its own k positions (the last one, where only that was taken)."""
+        known = self._rows[site, layer]
+        rows = torch.tensor([known[run.key] for run, _ in wanted])
+        places = None if self.positions is None else torch.tensor([[self._place[p] for p in ps] for _, ps in wanted])
+        return "taken", site, layer, rows, places
 
 
 Writes = list[tuple[tuple, list[Edit]]]  # a write for `apply_edits`, and the edits that it serves
@@ -79,13 +83,13 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
         value = torch.zeros(model.config.hidden_size) if value is None else value
         return layer, "output", put_outputs, (value.expand(*where.shape, -1), at, which)
     if first.given is not None:
-        values = torch.stack([edit.given.values[layer] for *_, edit in some]).to(model.device)
+        values = torch.stack([edit.given.values[layer] for *_, edit in some])
         return layer, "output", put_outputs, (values, at, which)
     values = own.values(SITES[verb], layer, [(edit.run, edit.source) for *_, edit in some])
     if verb == "query":
-        return layer, "inside", put_query, (model.attention_op(layer), values[:, 0], which, head)
+        return layer, "inside", put_query, (model.attention_op(layer), values, which, head)
     if verb == "gate":
-        return layer, "gate", put_gate, (model.heads, values[:, 0], which, head)
+        return layer, "gate", put_gate, (model.heads, values, which, head)
     if verb in ("key", "value"):
         write = put_key if verb == "key" else put_value
         # From the end: the last tokens' keys are there whatever a sliding window's cache has let go.
@@ -94,9 +98,9 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
     if verb == "transplant":
         if first.mode == "random":
             hosts = own.values("output", layer, [(Run(host), edit.where) for _, host, edit in some])
-            values = torch.stack(
-                [noisy(e.seed, layer, host.ids, *pair) for (_, host, e), *pair in zip(some, hosts, values)]
-            )
+            size = model.config.hidden_size
+            noise = torch.stack([noise_of(e.seed, layer, host.ids, len(e.where), size) for _, host, e in some])
+            values = "noisy", hosts, values, noise
         return layer, "output", put_outputs, (values, at, which)
     return layer, "input" if verb == "input" else "residual", put_inputs, (values, at, which)
 
