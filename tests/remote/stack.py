@@ -100,6 +100,10 @@ class Stack:
                     found.append(int(entry.name))
         return found
 
+    @property
+    def url(self) -> str:
+        return URL
+
     def running(self) -> bool:
         """Whether every model answers."""
         with contextlib.suppress(OSError, ValueError):
