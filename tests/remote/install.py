@@ -62,7 +62,9 @@ def check() -> None:
     code = "import torch, transformers, nnsight, ndif, importlib.util as u; print(u.find_spec('encode_address'))"
     found = subprocess.run([FOLDER / "bin/python", "-I", "-c", code], check=True, capture_output=True, text=True).stdout
     if found.strip() != "None":
-        raise NotPossible(f"the server's environment can import encode_address ({found.strip()}): reinstall as editable")
+        raise NotPossible(
+            f"the server's environment can import encode_address ({found.strip()}): reinstall as editable"
+        )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ that the command started is ended, however far it has detached itself.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -105,19 +106,15 @@ def main(command: list[str]) -> int:
 
 
 def _left() -> list[int]:
-    try:
+    with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    except ChildProcessError:
-        pass
     return descendants(os.getpid())
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _call(name: str, *arguments: int) -> None:

@@ -1,6 +1,6 @@
-"""Sessions beyond `out_of_process_cases`: whole functions that open their own traces, in one job.
+"""What a job can be beyond `out_of_process_cases`: whole functions that open their own traces.
 
-Each takes a model and a backend (None: here) and gives plain values. Trace blocks are written canonically.
+Each takes a model and ids and gives plain values. Trace blocks are written canonically.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,11 @@ import torch
 from tests.out_of_process_cases import IDS
 
 
-def session(function):
-    """A session that does nothing but call the function."""
-
-    def run(model, backend):
-        with model.lm.session(backend=backend):
-            out = nnsight.save(function(model, IDS))
-        return out
-
-    run.__name__ = function.__name__
-    return run
+def in_one_job(model, backend, functions):
+    """What the functions give, called one after the other in one session; here where `backend` is None."""
+    with model.lm.session(backend=backend):
+        out = nnsight.save([function(model, IDS) for function in functions])
+    return out
 
 
 def one(model, ids, layer):
@@ -35,12 +30,10 @@ def each(model, ids, layers):
         yield layer, one(model, ids, layer)
 
 
-@session
 def nested_plain_values(model, ids):
     return {"rows": [one(model, ids, layer) for layer in (0, 2)], "rest": (1, 2.5, "x", None, True, {})}
 
 
-@session
 def traces_in_a_generator(model, ids):
     return dict(each(model, ids, [0, 2]))
 
@@ -53,14 +46,6 @@ class Plan:
         return one(model, ids, self.layer)
 
 
-def method_of_a_captured_instance(model, backend):
-    plan = Plan(2)
-    with model.lm.session(backend=backend):
-        out = nnsight.save(plan.run(model, IDS))
-    return out
-
-
-@session
 def modules_called_on_values_of_an_earlier_trace(model, ids):
     with torch.no_grad(), model.trace(ids):
         x = model.layers[3].output.clone()
@@ -69,7 +54,6 @@ def modules_called_on_values_of_an_earlier_trace(model, ids):
     return logits
 
 
-@session
 def state_swapped_in_a_cache(model, ids):
     prefix = {"input_ids": ids[:, :-1], "attention_mask": torch.ones_like(ids[:, :-1]), "use_cache": True}
     last = {"input_ids": ids[:, -1:], "attention_mask": torch.ones_like(ids), "use_cache": True}
@@ -83,7 +67,6 @@ def state_swapped_in_a_cache(model, ids):
     return logits
 
 
-@session
 def cache_handed_on(model, ids):
     prefix = {"input_ids": ids[:, :-2], "attention_mask": torch.ones_like(ids[:, :-2]), "use_cache": True}
     with torch.no_grad(), model.lm.trace(**prefix) as tracer:
@@ -98,7 +81,6 @@ def cache_handed_on(model, ids):
     return rows
 
 
-@session
 def layers_skipped_before_another_trace(model, ids):
     with torch.no_grad(), model.trace(ids, logits_to_keep=1, use_cache=False) as tracer:
         x = model.layers[2].output.clone()
@@ -108,7 +90,6 @@ def layers_skipped_before_another_trace(model, ids):
     return {"early": early, "then": one(model, ids, 0)}
 
 
-@session
 def stops_in_the_last_trace(model, ids):
     first = one(model, ids, 0)
     with torch.no_grad(), model.trace(ids) as tracer:
@@ -117,16 +98,11 @@ def stops_in_the_last_trace(model, ids):
     return {"first": first, "x": x}
 
 
-def query_of_another_prompt(model, backend):
+def query_of_another_prompt(model, ids):
+    """The attention operation is found by name where the model is."""
     layer = model.softmax_layers[0]
-    op = model.attention_op(layer)
-    with model.lm.session(backend=backend):
-        out = nnsight.save(swap_query(model, IDS, layer, op))
-    return out
-
-
-def swap_query(model, ids, layer, op):
     with torch.no_grad(), model.trace(ids, use_cache=False):
+        op = [name for name in model.layers[layer].mixer.source.names if name.startswith("attention_interface")][-1]
         query = getattr(model.layers[layer].mixer.source, op).inputs[0][1].clone()
     with torch.no_grad(), model.trace(ids.flip(0), use_cache=False) as tracer:
         positional, named = getattr(model.layers[layer].mixer.source, op).inputs
@@ -135,7 +111,6 @@ def swap_query(model, ids, layer, op):
     return {"query": query, "logits": logits}
 
 
-@session
 def many_traces(model, ids):
     rows = []
     for layer in model.linear_layers:
@@ -147,7 +122,6 @@ def many_traces(model, ids):
     return rows
 
 
-@session
 def modules_called_outside_of_any_trace(model, ids):
     with torch.no_grad(), model.trace(ids):
         x = model.layers[3].output.clone()
@@ -156,7 +130,6 @@ def modules_called_outside_of_any_trace(model, ids):
     return logits
 
 
-@session
 def stops_before_another_trace(model, ids):
     with torch.no_grad(), model.trace(ids) as tracer:
         x = model.layers[2].output.clone()
@@ -164,17 +137,17 @@ def stops_before_another_trace(model, ids):
     return {"x": x, "then": one(model, ids, 0)}
 
 
-SESSIONS = (
+FUNCTIONS = (
     nested_plain_values,
     traces_in_a_generator,
-    method_of_a_captured_instance,
+    Plan(2).run,
     modules_called_on_values_of_an_earlier_trace,
     state_swapped_in_a_cache,
     cache_handed_on,
     layers_skipped_before_another_trace,
-    stops_in_the_last_trace,
     query_of_another_prompt,
     many_traces,
+    stops_in_the_last_trace,
 )
 # What only a trusted job can do, and how a sandbox refuses it.
 TRUSTED_ONLY = (

@@ -31,7 +31,15 @@ MODELS = ("tiny-gdn", "tiny-mamba2")
 TRUSTED = "11111111-1111-4111-8111-111111111111"
 SANDBOXED = "22222222-2222-4222-8222-222222222222"
 # Fixed: the network namespace has no other user. Ray's workers take 10002 to 19999.
-PORTS = {"redis": 20379, "storage": 20900, "hub": 20555, "gcs": 20385, "client": 20001, "dashboard": 20265, "api": 20801}
+PORTS = {
+    "redis": 20379,
+    "storage": 20900,
+    "hub": 20555,
+    "gcs": 20385,
+    "client": 20001,
+    "dashboard": 20265,
+    "api": 20801,
+}
 URL = f"http://127.0.0.1:{PORTS['api']}"
 HUB = f"http://127.0.0.1:{PORTS['hub']}"
 STORAGE = f"http://127.0.0.1:{PORTS['storage']}"
@@ -63,19 +71,29 @@ class Stack:
         self.folder, self.models, self.timeout = Path(folder), tuple(models), timeout
         self.processes: dict[str, subprocess.Popen] = {}
 
-    def up(self, patience: float = 180.0) -> None:
-        """Raises StackError when a part does not start in `patience` seconds."""
+    def up(self) -> None:
+        """Raises StackError when a part does not start."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + patience
         try:
             self._start_stores()
             self._start_ray()
             self.start_api()
             self._start_controller()
-            self._wait("api", self.running, deadline)
+            self.wait()
         except BaseException:
             self.down()
             raise
+
+    def wait(self, patience: float = 240.0) -> None:
+        """Return when every model runs. Raises StackError when a part has ended, or after `patience` seconds."""
+        deadline = time.monotonic() + patience
+        while not self.running():
+            for part, process in self.processes.items():
+                if process.poll() is not None:
+                    raise StackError(f"{part} ended\n{self.tail(part)}")
+            if time.monotonic() > deadline:
+                raise StackError(f"the models do not run after {patience:g} s\n{self.tail('api')}")
+            time.sleep(0.3)
 
     def down(self) -> list[int]:
         """End every process of the server. Returns those that could not be ended."""
@@ -142,10 +160,7 @@ class Stack:
 
     def kill_replica(self, model: str) -> None:
         """Kill the process that holds a model; Ray starts another one."""
-        for pid in self.marked():
-            with contextlib.suppress(OSError):
-                if b"CpuModelActor" in Path(f"/proc/{pid}/cmdline").read_bytes() and model in self._holds(pid):
-                    os.kill(pid, signal.SIGKILL)
+        os.kill(int((self.folder / f"{ORGANISATION}--{model}.pid").read_text()), signal.SIGKILL)
 
     def expire(self, job: str) -> None:
         """Let a job's stored result expire."""
@@ -227,15 +242,6 @@ class Stack:
         self._start(name, command, **environment)
         if self.processes.pop(name).wait(120):
             raise StackError(f"{name} failed\n{self.tail(name)}")
-
-    def _wait(self, name: str, ready, deadline: float) -> None:
-        while not ready():
-            for part, process in self.processes.items():
-                if process.poll() is not None:
-                    raise StackError(f"{part} ended\n{self.tail(part)}")
-            if time.monotonic() > deadline:
-                raise StackError(f"no answer from {name} in time\n{self.tail(name)}")
-            time.sleep(0.3)
 
     def tail(self, name: str, lines: int = 30) -> str:
         """The end of a part's log, and of what Ray's workers wrote as errors."""

@@ -5,6 +5,8 @@ it parks a model. The queue, the envelope, reading and running a request, status
 the package's own code.
 """
 
+import json
+import os
 from pathlib import Path
 
 import ray
@@ -27,6 +29,9 @@ class CpuDeployment(SandboxModelDeployment):
 
     def __init__(self, *args, gpu_mem_bytes_by_id=None, **kwargs):
         super().__init__(*args, gpu_mem_bytes_by_id={}, **kwargs)
+        # For tests that kill it.
+        name = json.loads(self.model_key.split(":", 1)[1])["repo_id"].replace("/", "--")
+        Path(os.environ["NDIF_TEST_RUN"], f"{name}.pid").write_text(str(os.getpid()))
 
     def load_from_disk(self):
         model = HuggingFaceModel.from_model_key(

@@ -57,22 +57,17 @@ class Faults:
     misshapen   results whose tensors have lost a row
     """
 
-    START = {
-        "keys": None,
-        "minimum": None,
-        "missing": None,
-        "rows": None,
-        **dict.fromkeys(("reconnecting", "dropped", "undeployable", "wedged", "slow", "dies", "expired", "misshapen"), 0),
-    }
-
     def __init__(self) -> None:
-        self.now, self.lock = dict(self.START), threading.Lock()
+        switches = ("keys", "minimum", "missing", "rows")
+        counts = ("reconnecting", "dropped", "undeployable", "wedged", "slow", "dies", "expired", "misshapen")
+        self.start = {**dict.fromkeys(switches), **dict.fromkeys(counts, 0)}
+        self.now, self.lock = self.start, threading.Lock()
 
     def set(self, faults: dict) -> None:
         with self.lock:
-            if unknown := faults.keys() - self.START.keys():
+            if unknown := faults.keys() - self.start.keys():
                 raise ValueError(f"no such faults: {sorted(unknown)}")
-            self.now = {**self.START, **faults}
+            self.now = {**self.start, **faults}
 
     def __getitem__(self, name: str):
         return self.now[name]
@@ -81,7 +76,7 @@ class Faults:
         """Whether this time is one of the counted ones."""
         with self.lock:
             left = self.now[name]
-            self.now[name] = max(0, left - 1)
+            self.now = {**self.now, name: max(0, left - 1)}
             return left > 0
 
 
