@@ -17,8 +17,17 @@ each generation edit; exact where a family continues from its cache, and cheaper
 import nnsight
 import torch
 
-from encode_address.interventions import mixer_output, query_and_key, read_cache, write_cache
-from encode_address.interventions.attention import best_heads, expose, keep_heads, noise, scores_of, sharpness
+from encode_address.interventions import mixer_output, query_and_key, read_cache, value_of, write_cache
+from encode_address.interventions.attention import (
+    best_heads,
+    exposed,
+    keep_heads,
+    noise,
+    scores_of,
+    sharpness,
+    under,
+    write_outputs,
+)
 
 PREFILL, GENERATION = PHASES = ("prefill", "generation")
 
@@ -28,8 +37,9 @@ def edit_softmax(mixer, op, layer, phases, heads, columns, rows, last):
     `rows`: numbers of the prompts; `last`: position of the last query. Returns which heads spoke where an edit chose them by score, per
     phase: (batch, heads, queries)."""
     query, key, _ = query_and_key(mixer, op)
+    value = value_of(mixer, op)
     count, start = query.shape[2], last + 1 - key.shape[2]
-    planned, spoke = [], []
+    outputs, speakers, spoke = [], [], []
     for edit, queries in phases:
         k, by, mode = edit.get("k"), edit.get("by", "sharp"), edit.get("mode", "")
         chosen = k is not None and 0 < k < heads
@@ -48,15 +58,16 @@ def edit_softmax(mixer, op, layer, phases, heads, columns, rows, last):
             named = torch.zeros(1, heads, 1, dtype=torch.bool)
             named[:, edit["heads"][layer] if k is None else []] = True
             kept = named
-        planned.append((queries, scores, edit, kept))
-    for queries, scores, edit, _ in planned:
-        if edit.get("mode"):
-            seen = columns.get(edit.get("span", ""))
-            seen = torch.zeros(1, last + 1, dtype=torch.bool) if seen is None else seen[:, start:]
-            expose(mixer, op, scores, seen, edit["mode"], edit.get("renorm", False), queries)
-    for queries, _, _, kept in planned:
+        if mode:
+            seen = columns[edit["span"]] if mode != "null" else torch.zeros(1, last + 1, dtype=torch.bool)
+            seen = seen[:, start : start + scores.shape[3]]
+            outputs.append((under(exposed(scores, seen, mode, edit.get("renorm", False)), value), queries))
         if kept is not None:
-            keep_heads(mixer, kept, heads, queries)
+            speakers.append((kept, queries))
+    for new, queries in outputs:  # all is read by now: a trace cannot go back
+        write_outputs(mixer, op, new, queries)
+    for kept, queries in speakers:
+        keep_heads(mixer, kept, heads, queries)
     return spoke
 
 
@@ -203,28 +214,29 @@ def stacked(steps, spoke):
     return out
 
 
-def ranked(model, ids, targets, first, ops, needle):
+def ranked(model, ids, targets, ops, needle, late):
     """How every head of every softmax layer looks, unedited, at the queries that say the answer (one per answer token).
 
     `needle` (n, P): true where the needle lies. Returns (n, layers, heads) each: `sharpness`, the mean negative entropy (bits); `mass`, the
     mean weight on the needle; `retrieval`, the share of answer tokens that the model itself says and that the head's most
-    attended key, in the needle, is (arXiv 2404.15574, teacher-forced).
+    attended key, in the needle, is (arXiv 2404.15574, teacher-forced); and `late` (n, layers, heads, queries), the sharpness of each of
+    the last `late` queries, or of all that say the answer where these are more.
     """
     n, m = targets.shape
     full = torch.cat([ids, targets[:, :-1]], 1)
-    where = torch.cat([needle.to(full.device), torch.zeros_like(targets[:, :-1], dtype=torch.bool)], 1)
+    where = torch.cat([needle, torch.zeros_like(targets[:, :-1], dtype=torch.bool)], 1)
     count = full.shape[1]
+    wanted = slice(max(0, count - max(m, late)), count)
     with torch.no_grad(), model.trace(full, logits_to_keep=m) as tracer:
-        seen = nnsight.save({"sharpness": [], "mass": [], "most": []})
+        seen = nnsight.save({"late": [], "mass": [], "most": []})
         for layer in sorted(ops):
-            scores = scores_of(model.layers[layer].mixer, ops[layer], slice(count - m, count))
-            weights = torch.nn.functional.pad(scores.softmax(-1), (count - scores.shape[3], 0))
-            seen["sharpness"].append(sharpness(weights).mean(-1))
-            seen["mass"].append((weights * where[:, None, None]).sum(-1).mean(-1))
-            seen["most"].append(weights.argmax(-1))
-        seen["right"] = tracer.result.logits[:, -m:].argmax(-1) == targets.to(full.device)
-    most = torch.stack(seen["most"], 1)
-    token, inside = full[torch.arange(n)[:, None, None, None], most], where[torch.arange(n)[:, None, None, None], most]
-    hits = inside & (token == targets[:, None, None]) & seen["right"][:, None, None]
-    out = {name: torch.stack(seen[name], 1) for name in ("sharpness", "mass")}
+            weights = scores_of(model.layers[layer].mixer, ops[layer], wanted).softmax(-1)
+            seen["late"].append(sharpness(weights))
+            seen["mass"].append((weights[:, :, -m:] * where[:, None, None]).sum(-1).mean(-1))
+            seen["most"].append(weights[:, :, -m:].argmax(-1))
+        seen["right"] = tracer.result.logits[:, -m:].argmax(-1) == targets
+    most, rows = torch.stack(seen["most"], 1), torch.arange(n, device=ids.device)[:, None, None, None]
+    hits = where[rows, most] & (full[rows, most] == targets[:, None, None]) & seen["right"][:, None, None]
+    late = torch.stack(seen["late"], 1)
+    out = {"late": late, "sharpness": late[..., -m:].mean(-1), "mass": torch.stack(seen["mass"], 1)}
     return {**out, "retrieval": hits.double().mean(-1), "right": seen["right"].all(-1)}

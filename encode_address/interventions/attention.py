@@ -8,7 +8,7 @@ been applied). Key edits put sum_s p' v where the attention call returned o, bef
 import torch
 
 from encode_address.interventions.heads import head_outputs
-from encode_address.interventions.query_key import query_and_key, value_of
+from encode_address.interventions.query_key import query_and_key
 
 RANKED = ("sharp", "l2", "bottom", "random")  # how a query chooses its heads
 EXPOSED = ("omit", "only", "balanced", "null")  # which keys a query may see
@@ -57,9 +57,12 @@ def noise(seed, layer, rows, heads, places):
 
 
 def best_heads(scores, k):
-    """The k heads with the largest scores (batch, heads, queries), by query: true/false, (batch, heads, queries)."""
-    chosen = torch.zeros_like(scores, dtype=torch.bool)
-    return chosen.scatter(1, scores.topk(k, dim=1).indices, True) if k else chosen
+    """The k heads with the largest scores (batch, heads, queries), by query: true/false, (batch, heads, queries).
+
+    Among equal ones the first: the heads of a query that sees one key are all equal.
+    """
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, True)
 
 
 def keep_heads(mixer, kept, heads, queries=slice(None)):
@@ -93,10 +96,14 @@ def exposed(scores, columns, mode, renorm=False):
     return torch.where((left > float("-inf")).any(-1, keepdim=True), left.softmax(-1), 0.0)
 
 
-def expose(mixer, op, scores, columns, mode, renorm=False, queries=slice(None)):
-    """What the attention call returns at `queries` := the values under the weights that are left (see `exposed`)."""
-    weights = exposed(scores, columns[:, : scores.shape[3]], mode, renorm)
-    value = value_of(mixer, op)
+def under(weights, value):
+    """What heads put out under edited weights (batch, heads, queries, keys), the values (batch, kv_heads, keys, d) being those that the
+    attention call receives: (batch, queries, heads, d), float32."""
     value = value.repeat_interleave(weights.shape[1] // value.shape[1], dim=1)[:, :, : weights.shape[3]]
+    return torch.einsum("bhqk,bhkd->bqhd", weights, value.float())
+
+
+def write_outputs(mixer, op, new, queries=slice(None)):
+    """What the attention call returns at `queries` (a slice) := `new` (batch, queries, heads, d)."""
     output = getattr(mixer.source, op).output[0]
-    output[:, queries] = torch.einsum("bhqk,bhkd->bqhd", weights, value.float()).to(output)
+    output[:, queries] = new.to(output)
