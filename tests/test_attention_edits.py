@@ -64,7 +64,10 @@ def best(k, sign=1, l2=False):
         p = weights + 1e-12
         ranked = weights.pow(2).sum(-1).sqrt() if l2 else sign * (p * p.log2()).sum(-1)
         heads = range(ranked.shape[1])
-        ahead = [sum((ranked[:, o] > ranked[:, h]) | ((ranked[:, o] == ranked[:, h]) & (o < h)) for o in heads) for h in heads]
+        ahead = [
+            sum((ranked[:, o] > ranked[:, h]) | ((ranked[:, o] == ranked[:, h]) & (o < h)) for o in heads)
+            for h in heads
+        ]
         return weights, torch.stack(ahead, 1) < k
 
     return edit
@@ -246,7 +249,9 @@ def test_an_edit_of_generation_leaves_everything_earlier_to_the_bit(one):
             assert torch.equal(read_cache(cache)[layer][name][:, :, :first], before[layer][name])
     edits = {"prefill": {}, "generation": [*later, {}]}
     steps = forward.stepped(one.model, ids, targets, choices, first, ops, edits, columns, rows)
-    (alone,) = forward.stepped(one.model, ids, targets, choices, first, ops, edits | {"generation": [{}]}, columns, rows)
+    (alone,) = forward.stepped(
+        one.model, ids, targets, choices, first, ops, edits | {"generation": [{}]}, columns, rows
+    )
     assert torch.equal(steps[-1]["log_prob"], alone["log_prob"])
 
 

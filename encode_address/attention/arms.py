@@ -75,16 +75,18 @@ def in_phase(part: str, phase: str, edit: Edit, **kwargs: Any) -> Arm:
     return Arm(part, edit if first else None, edit if second else None, **kwargs).labelled(phase=phase)
 
 
-def sweep(heads: int, seeds: Sequence[int], fixed: Mapping[int, tuple[Head, ...]], twice: bool = False) -> list[Arm]:
-    """k from none to all heads per layer, in each phase, by each rule; `fixed`: k -> the heads of a list that does not change.
+def sweep(
+    heads: int, ks: Sequence[int], fixed: Mapping[int, tuple[Head, ...]], seeds: Sequence[int], twice: bool = False
+) -> list[Arm]:
+    """All, none, and `ks` heads per layer, in each phase, by each rule; `fixed`: k -> the heads of a list that does not change.
 
-    On prompts that state everything twice: by sharpness alone.
+    The first arm is the intact model's. On prompts that state everything twice: by sharpness alone.
     """
     part = "twice" if twice else "sweep"
     out = [Arm(part, twice=twice).labelled(k=heads, by="intact", phase="")]
     for phase in PHASES:
         out.append(in_phase(part, phase, Edit(k=0), twice=twice).labelled(k=0, by="none"))
-        for k in range(1, heads):
+        for k in ks:
             chosen: list[tuple[str, Edit]] = [("sharp", Edit(k=k))]
             if not twice:
                 chosen += [(by, Edit(k=k, by=by)) for by in ("l2", "bottom")]
@@ -105,7 +107,7 @@ def grid() -> list[Arm]:
     for renorm in (False, True):
         for before in PREFILL_MODES:
             for after in GENERATION_MODES:
-                edits = [None if m == KEEP else Edit(mode=m, renorm=renorm) for m in (before, after)]
+                edits = [None if m == KEEP else Edit(mode=m, renorm=renorm and m != "null") for m in (before, after)]
                 out.append(Arm("grid", *edits).labelled(prefill=before, generation=after, renorm=renorm, span="needle"))
     for span in (*random_spans(), "question"):
         edit = Edit(mode="omit", span=span)
@@ -127,12 +129,12 @@ def drops(every: Sequence[Head]) -> list[Arm]:
     ]  # fmt: skip
 
 
-def curves(rankings: Mapping[str, Sequence[Head]], phases: Sequence[str] = (BOTH,)) -> list[Arm]:
-    """The first n heads of each ranking kept everywhere, n from one to all but one."""
+def curves(rankings: Mapping[str, Sequence[Head]]) -> list[Arm]:
+    """The first n heads of each ranking kept everywhere: at generation, and (random ones apart) in both phases."""
     return [
         in_phase("curve", phase, Edit(heads=tuple(sorted(order[:n])))).labelled(by=name, size=n)
-        for phase in phases
         for name, order in rankings.items()
+        for phase in (("generation",) if name.startswith("random") else ("generation", BOTH))
         for n in sizes(len(order))
     ]
 
@@ -145,7 +147,9 @@ def sizes(count: int, most: int = 16) -> list[int]:
     return sorted({round((count - 1) ** (i / (most - 1))) for i in range(most)})
 
 
-def linear(layers: Sequence[int], blocks: Mapping[str, Sequence[int]], matched: Collection[tuple[int, ...]]) -> list[Arm]:
+def linear(
+    layers: Sequence[int], blocks: Mapping[str, Sequence[int]], matched: Collection[tuple[int, ...]]
+) -> list[Arm]:
     """The linear mixers: all, each block, and random sets of layers as large as a block, silenced; all frozen; all of another context."""
     out = [Arm("linear", together=True).labelled(linear="intact", block="", phase="")]
     sets = {"all": tuple(layers), **{name: tuple(own) for name, own in blocks.items()}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -15,6 +16,7 @@ from encode_address.errors import RunError
 from encode_address.tasks.probes import Probe, by_length, elsewhere, reach
 
 BOUNDARIES = ("split", "hf")
+NEW_TOKENS = 40  # of greedy decoding
 LATE = 8  # queries before the end whose choice of heads is compared from one to the next
 
 
@@ -47,7 +49,9 @@ def tokens_of(model: Any, probes: Sequence[Probe], arms: Sequence[Arm]) -> int:
     return total
 
 
-def measured(engine: Any, probes: Sequence[Probe], arms: Sequence[Arm], boundary: str = "split") -> list[dict[str, Any]]:
+def measured(
+    engine: Any, probes: Sequence[Probe], arms: Sequence[Arm], boundary: str = "split"
+) -> list[dict[str, Any]]:
     """A row per arm and probe: `right` (every token of the answer is the most likely one), `recall` (the share that are), `log_prob` (their
     mean, nats), `rank` of the first, `choice_right` among the prompt's choices where it has some, `reach` (see `tasks.probes.reach`).
 
@@ -105,7 +109,7 @@ def _batch(
         if _swaps(arm) and not paired:
             continue  # no other prompt of this length
         lent = torch.tensor([partner.prompt.ids for partner in partners], device=device) if _swaps(arm) else None
-        edits = {phase: edit.plain(layers) for phase, edit in zip(forward.PHASES, (arm.prefill, arm.generation)) if edit}
+        edits = _edits(arm, layers)
         engine.count((ids.numel() + targets[:, :-1].numel()) * (1 if lent is None else 2))
         yield from _rows(model, arm, probes, forward.whole(*asked, edits, *given, lent))
 
@@ -118,7 +122,8 @@ def _rows(model: Any, arm: Arm, probes: Sequence[Probe], said: dict[str, Any]) -
     ranks, choices = said["rank"].tolist(), said["choices"].tolist()
     for i, probe in enumerate(probes):
         hits = [a == b for a, b in zip(predicted[i], probe.answer)]
-        row = {"pair": probe.pair, **probe.labels, **arm.columns, "tokens": len(probe.prompt)}
+        row = {"pair": probe.pair, **probe.labels, **arm.columns}
+        row |= {"tokens": len(probe.prompt), "answer_tokens": len(probe.answer)}
         row |= {"right": all(hits), "recall": sum(hits) / len(hits), "log_prob": sum(log_prob[i]) / len(hits)}
         row |= {"rank": ranks[i][0], "said": model.tokenizer.decode(predicted[i])}
         row["reach"] = reach(probe.prompt, window) if "needle" in probe.prompt.spans else ""
@@ -145,6 +150,51 @@ def _even(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """(n, m); short rows are filled with token 0."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+
+def decoded_rows(
+    engine: Any, probes: Sequence[Probe], arms: Sequence[Arm], boundary: str = "split", count: int = NEW_TOKENS
+) -> list[dict[str, Any]]:
+    """A row per arm and probe: what greedy decoding of `count` tokens says, whether it `contains` the answer (lower case, without
+    punctuation), and `word_recall`, the share of the answer's words that it has."""
+    model, rows = engine.model, []
+    for group in by_length(probes):
+        size = max(1, engine.limits.tokens // len(group[0].prompt))
+        for start in range(0, len(group), size):
+            batch = group[start : start + size]
+            ids = torch.tensor([probe.prompt.ids for probe in batch], device=model.device)
+            first, numbers = ids.shape[1] - (boundary == "split"), torch.tensor([probe.pair for probe in batch])
+            for arm in arms:
+                edits = _edits(arm, model.softmax_layers)
+                asked = (model, ids, count, first, ops_of(model), edits, {}, numbers.to(model.device), continues(model))
+                engine.count(
+                    ids.numel() + count * len(ids)
+                    if continues(model)
+                    else count * (ids.numel() + len(ids) * count // 2)
+                )
+                for probe, tokens in zip(batch, forward.generated(*asked).tolist()):
+                    said = model.tokenizer.decode(tokens, skip_special_tokens=True)
+                    row = {
+                        "pair": probe.pair,
+                        **probe.labels,
+                        **arm.columns,
+                        "said": said,
+                        **containment(said, model.tokenizer.decode(probe.answer)),
+                    }
+                    rows.append(row | {"reach": reach(probe.prompt, window_of(model))})
+    return rows
+
+
+def containment(said: str, needle: str) -> dict[str, Any]:
+    """Whether a text contains another, and the share of its distinct words that it has; in lower case, without punctuation."""
+    have, want = (re.sub(r"[^\w\s]", "", text.lower()).split() for text in (said, needle))
+    contains = bool(want) and f" {' '.join(want)} " in f" {' '.join(have)} "
+    return {"contains": contains, "word_recall": len({*want} & {*have}) / max(1, len({*want}))}
+
+
+def _edits(arm: Arm, layers: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Both phases' edits as a trace takes them."""
+    return {phase: edit.plain(layers) for phase, edit in zip(forward.PHASES, (arm.prefill, arm.generation)) if edit}
 
 
 def head_rows(engine: Any, probes: Sequence[Probe]) -> list[dict[str, Any]]:
@@ -174,7 +224,10 @@ def overlap_rows(engine: Any, probes: Sequence[Probe], ks: Sequence[int]) -> lis
                 for place, layer in enumerate(engine.model.softmax_layers):
                     sets = [set(one) for one in zip(*order[i][place])]
                     next_, every = list(zip(sets, sets[1:])), list(combinations(sets, 2))
-                    mean = {name: sum(map(_jaccard, two)) / len(two) for name, two in (("jaccard", next_), ("any_two", every))}
+                    mean = {
+                        name: sum(map(_jaccard, two)) / len(two)
+                        for name, two in (("jaccard", next_), ("any_two", every))
+                    }
                     expected = chance_overlap(k, engine.model.heads)
                     rows.append({"pair": probe.pair, "layer": layer, "k": k, **mean, "overlap_chance": expected})
     return rows

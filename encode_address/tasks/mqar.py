@@ -78,7 +78,7 @@ class MQAR:
 
 
 def _words(tokenizer: Any, folder: Path | None) -> tuple[list[int], list[int], int]:
-    """Token ids for keys, for values, and the filler: the vocabulary's first that is not special."""
+    """Token ids for keys, for values, and the filler: the vocabulary's first that is none of these, nor special."""
     special = set(tokenizer.all_special_ids)
     plain = [token for token in range(len(tokenizer)) if token not in special]
     if folder is None:
@@ -87,4 +87,4 @@ def _words(tokenizer: Any, folder: Path | None) -> tuple[list[int], list[int], i
     pool = next(iter(lexicon_for(tokenizer, folder).pools.values()))
     words = (one_token(pool[kind], tokenizer, bare=kind == "values")[0] for kind in ("keys", "values"))
     keys, values = ([tokenizer(f" {w}", add_special_tokens=False)["input_ids"][-1] for w in some] for some in words)
-    return keys, values, next(token for token in plain if token not in {*keys, *values})
+    return keys, values, next(t for t in plain if t not in {*keys, *values} and "<" not in tokenizer.decode([t]))

@@ -86,7 +86,10 @@ class Needle:
             return f"{self.turn.before}CONTEXT\n", one["needle"], question + cue, answer, ()
         lexicon = lexicon_for(self.tokenizer, self.folder)
         wording, pool = lexicon.wording("list"), next(iter(lexicon.pools.values()))
-        keys, values = one_token(pool["keys"], self.tokenizer, bare=False)[0], one_token(pool["values"], self.tokenizer, bare=True)[0]
+        keys, values = (
+            one_token(pool["keys"], self.tokenizer, bare=False)[0],
+            one_token(pool["values"], self.tokenizer, bare=True)[0],
+        )
         key, value = rng.choice(keys), rng.choice(values)
         needle = wording.entry.strip().replace("{key}", key).replace("{value}", value) + wording.end
         choices = tuple(self._ids(f" {one}")[-1] for one in values)
@@ -129,9 +132,7 @@ class Needle:
         return out * (1 + 2 * max(self.lengths) // total)
 
 
-def _haystack(
-    sentences: Sequence[list[int]], room: int, depth: int, rng: random.Random
-) -> tuple[list[int], list[int]]:
+def _haystack(sentences: Sequence[list[int]], room: int, depth: int, rng: random.Random) -> tuple[list[int], list[int]]:
     """`room` tokens of consecutive sentences from a random one on, cut in two where the needle goes."""
     first, ids, ends = rng.randrange(len(sentences) // 2), [], [0]
     for sentence in sentences[first:]:
