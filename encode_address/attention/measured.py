@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -223,7 +223,7 @@ def overlap_rows(engine: Any, probes: Sequence[Probe], ks: Sequence[int]) -> lis
             for i, probe in enumerate(batch):
                 for place, layer in enumerate(engine.model.softmax_layers):
                     sets = [set(one) for one in zip(*order[i][place])]
-                    next_, every = list(zip(sets, sets[1:])), list(combinations(sets, 2))
+                    next_, every = list(pairwise(sets)), list(combinations(sets, 2))
                     mean = {
                         name: sum(map(_jaccard, two)) / len(two)
                         for name, two in (("jaccard", next_), ("any_two", every))

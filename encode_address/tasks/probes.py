@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -84,7 +83,8 @@ def turn(tokenizer: Any, folder: Any) -> Turn:
         before, answer = chat_wrapper(tokenizer)
         return Turn(before, answer, "\n\n")
     wordings = lexicon_for(tokenizer, folder).wordings.values()
-    before = os.path.commonprefix([wording.opening for wording in wordings])
+    first, last = min(wording.opening for wording in wordings), max(wording.opening for wording in wordings)
+    before = first[: next((i for i, (a, b) in enumerate(zip(first, last)) if a != b), len(first))]
     marks = {mark for wording in wordings for mark in re.findall(r" <\w+>", wording.question)}
     if len(marks) != 1:
         raise TaskError(f"the wordings in {folder} do not show where an answer begins: {sorted(marks)}")
