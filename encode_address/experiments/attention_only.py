@@ -41,7 +41,7 @@ from encode_address.attention.measured import (
     overlap_rows,
     tokens_of,
 )
-from encode_address.experiments.base import Conclusion, Setting, incapable
+from encode_address.experiments.base import TASK_LOW, Conclusion, Setting, incapable
 from encode_address.metrics import select
 from encode_address.run.reading import Reading
 from encode_address.stats import NOTHING, Estimate, difference, estimate, per_pair, ratio
@@ -94,7 +94,7 @@ def steps(setting: Setting) -> Iterator[Reading]:
     model, work = setting.model, _Work(setting)
     intact = [arm for twice in (False, True) for arm in plan.sweep(model.heads, (), {}, (), twice)[:1]]
     rows = yield work.measured("intact", work.probes, intact)
-    if incapable(select(rows, twice=False), "right"):
+    if estimate(*_of(select(rows, twice=False))).high < TASK_LOW:
         return
     found = yield work.reading("heads", work.others, partial(head_rows, probes=work.others))
     every = [(layer, head) for layer in model.softmax_layers for head in range(model.heads)]
@@ -193,7 +193,7 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     if plain.empty:
         return Conclusion("undecided", "no needle is within the attention window: pass shorter --lengths")
     if problem := incapable(plain, "right"):
-        return Conclusion(problem.status, f"INVALID task: {problem.why} (attention edits were not run)")
+        return Conclusion(problem.status, f"INVALID task: {problem.why}")
     heads = setting.model.heads
     k, figures = headline(heads), {"k": f"{headline(heads)} of {heads} heads a layer ({headline(heads) / heads:.0%})"}
     if len(outside):
@@ -215,7 +215,7 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
         f"random {shares['random']}, bottom {shares['bottom']}, fixed list {shares['fixed']}; stated twice, no heads {again}; "
         f"linear mixers zeroed instead {linear}, so that this alone does not say which kind does the work"
     )
-    if setting.options.get("boundary") == "hf" and (rows["answer_tokens"] == 1).all():
+    if setting.options.get("boundary") == "hf" and rows["answer_tokens"].max() == 1:
         return Conclusion("undecided", f"boundary hf: an answer of one token is said by the prefill; {why}", figures)
     claims = [shares["none"].high <= GONE, shares["sharp"].low >= KEPT, doubled.n == 0 or again.high <= GONE]
     against = [shares["none"].low > GONE, shares["sharp"].high < KEPT, doubled.n > 0 and again.low > GONE]
