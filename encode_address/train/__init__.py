@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from encode_address.errors import ModelError, NameNotFound
 from encode_address.models.layout import Layout
+from encode_address.models.loading import BUNDLED_DIR
 from encode_address.run.engine import versions
 from encode_address.run.store import locked
+from encode_address.train.arms import N, arm_accuracy
 from encode_address.train.export import write_model
 from encode_address.train.loop import Run
 from encode_address.train.measure import PLACES, circuit, redirected, scores
@@ -61,13 +64,13 @@ def train(
                 "versions": versions(),
                 "imposed": list(recipe.imposed),
             }
-            model = None
+            model = _weights_of(recipe.start) if recipe.start else None
             for stage in recipe.stages:
                 run = Run(stage, recipe.architecture, seed, folder, model)
                 run.resume()
                 model = run.train(on_line)
                 card["wall_seconds"][stage.name] = round(run.seconds)
-                if stage is recipe.stages[0]:
+                if stage is recipe.stages[0] and not recipe.start:
                     card["base"] = screen(model)
                     if problem := _problem(card["base"]):
                         card["status"] = f"not grown: {problem}"
@@ -75,11 +78,17 @@ def train(
                         raise ModelError(f"{name}, seed {seed}: {problem}; take another seed")
             card |= {"parameters": sum(p.numel() for p in model.parameters()), **scores(model)}
             card["circuit"] = circuit(model)
+            if recipe.start:
+                card |= {"continues": recipe.start, "arms": arm_accuracy(model), "arm_instances": N}
             write_model(model, folder / "model", card)
             _write(folder, card)
     finally:
         torch.set_num_threads(threads)
     return folder / "model"
+
+
+def _weights_of(name: str) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name, dtype=torch.float32)
 
 
 def screen(model: nn.Module) -> dict[str, float]:

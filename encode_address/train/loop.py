@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from encode_address.run.store import write_whole
+from encode_address.train.arms import drawn
 from encode_address.train.build import build, grow
 from encode_address.train.data import FORMATS, Asked, ask, text_batch
 from encode_address.train.hooks import Positions, attention, silenced
@@ -40,6 +41,7 @@ class Run:
         self.accuracy: float | None = None  # running, on the last level so far
         self.keyless_accuracy: float | None = None
         self.text_loss: float | None = None
+        self.arms: dict[str, dict[str, float]] = {}  # running accuracy by variant and arm
         matrices = {id(p): p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n}
         others = [p for p in self.model.parameters() if id(p) not in matrices]
         self.optimizers = [
@@ -56,7 +58,7 @@ class Run:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        names = ("step", "level", "seconds", "accuracy", "keyless_accuracy", "text_loss")
+        names = ("step", "level", "seconds", "accuracy", "keyless_accuracy", "text_loss", "arms")
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -106,6 +108,8 @@ class Run:
         last = self.level == len(self.stage.levels) - 1
         if last and self.rng.random() < self.stage.text:
             loss, line = self._text(share)
+        elif last and stage.arms and self.rng.random() < stage.arms:
+            loss, line = self._arms()
         else:
             loss, line = self._lookup(share)
         loss.backward()
@@ -122,6 +126,16 @@ class Run:
         loss = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         self.text_loss = _running(self.text_loss, loss.item())
         return loss, self._line()
+
+    def _arms(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        variant = self.rng.choice(self.stage.arm_variants)
+        batch = drawn(variant, self.stage.arm_instances, self.rng)
+        logits = self.model(input_ids=batch.ids, use_cache=False).logits
+        answer = cross_entropy(logits[:, -1], batch.answers)
+        others = cross_entropy(logits[:, :-1].flatten(0, 1), batch.ids[:, 1:].flatten())
+        running = self.arms.setdefault(variant, {})
+        running |= {arm: _running(running.get(arm), right) for arm, right in batch.right(logits[:, -1]).items()}
+        return answer + OTHERS * others, {**self._line(), "answer_loss": round(answer.item(), 4)}
 
     def _lookup(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
         stage, rng = self.stage, self.rng
@@ -158,7 +172,9 @@ class Run:
     def _line(self) -> dict[str, Any]:
         size, words = self.stage.levels[self.level]
         running = {n: getattr(self, n) for n in ("accuracy", "keyless_accuracy", "text_loss")}
-        return {"entries": size, "words": words, **{n: v and round(v, 4) for n, v in running.items()}}
+        line = {"entries": size, "words": words, **{n: v and round(v, 4) for n, v in running.items()}}
+        arms = {name: {arm: round(v, 2) for arm, v in by.items()} for name, by in self.arms.items()}
+        return line | ({"arms": arms} if arms else {})
 
     def _drawn(self, share: float, where: tuple[str, ...]) -> list[Drop]:
         """The drops of this batch: none before the last level."""
