@@ -17,13 +17,14 @@ from encode_address.models.layout import Layout
 from encode_address.models.loading import BUNDLED_DIR
 from encode_address.run.engine import versions
 from encode_address.run.store import locked
-from encode_address.train.arms import N, arm_accuracy
+from encode_address.train.arms import measured
 from encode_address.train.export import write_model
 from encode_address.train.loop import Run
 from encode_address.train.measure import PLACES, circuit, redirected, scores
 from encode_address.train.recipe import RECIPES
 
 CLASSES = {"gdn": "Qwen3_5ForCausalLM (Gated DeltaNet)", "mamba2": "GraniteMoeHybridForCausalLM (Mamba-2)"}
+ARMS_DATA = ", and the five demand arms over dictionaries of 8 entries and over classes of 4"
 DATA = (
     "dictionaries of random key-value pairs (4, 8 or 16 entries of 128 keys and 64 values, three formats, seven surfaces) asked "
     "several times over, and stories of a small grammar; what is measured is drawn with another seed"
@@ -34,7 +35,8 @@ SCREEN_LATE, SCREEN_FIRST = 0.9, 0.1
 def train(
     name: str, seed: int = 0, out: str | Path = "trained", on_line: Callable[[dict[str, Any]], Any] = lambda line: None
 ) -> Path:
-    """Train a model from nothing, or go on where a stopped run of the same seed was; returns its folder, for `load`.
+    """Train a model from nothing (a `-arms` model from the weights of the one it continues), or go on where a stopped run of
+    the same seed was; returns its folder, for `load`.
 
     OUT/<name>-seed<N>/ holds a checkpoint and a log per stage, `card.json`, and `model/`. One thread: with the same
     seed the same machine gives the same weights. `on_line` is called with each line of the log.
@@ -56,7 +58,7 @@ def train(
                 "architecture": CLASSES[recipe.architecture],
                 "purpose": recipe.purpose,
                 "command": f"encode-address train {name} --seed {seed}",
-                "data": DATA,
+                "data": DATA + ARMS_DATA * bool(recipe.start),
                 "seed": seed,
                 "steps": {stage.name: stage.steps for stage in recipe.stages},
                 "wall_seconds": {},
@@ -79,7 +81,7 @@ def train(
             card |= {"parameters": sum(p.numel() for p in model.parameters()), **scores(model)}
             card["circuit"] = circuit(model)
             if recipe.start:
-                card |= {"continues": recipe.start, "arms": arm_accuracy(model), "arm_instances": N}
+                card |= {"continues": recipe.start, "arms": measured(model)}
             write_model(model, folder / "model", card)
             _write(folder, card)
     finally:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from encode_address.tasks.arms import Arms
 from encode_address.train.words import POOLS, tokenizer
 
 MEASURED = ("chat8", "list8", "rev8", "class4")  # what a card says
-SEED, N = 12_345, 256
+POOL, N, SEED = "A", 256, 12_345
 TRAINING_SEEDS = 2**32  # seeds of training are larger, so that nobody else draws its tables
 
 
@@ -38,6 +39,15 @@ class Armed:
             out[arm] = float((chosen == self.answers[i :: len(ARMS)]).float().mean())
         return out
 
+    def mass(self, weights: torch.Tensor, separators: bool) -> torch.Tensor:
+        """Attention (batch, heads, positions, positions) of the last position on where its answer is printed, and with
+        `separators` on the token after it; mean over heads, of the prompts that print it."""
+        at = self.ids == self.answers[:, None]
+        printed = at.any(1)
+        if separators:
+            at[:, 1:] |= at[:, :-1].clone()
+        return (weights[:, :, -1].mean(1) * at).sum(1)[printed]
+
 
 def armed(instances: Sequence[Instance]) -> Armed:
     """The batch of these instances, which are of one variant."""
@@ -57,7 +67,7 @@ def drawn(variant: str, n: int, rng: random.Random) -> Armed:
 
 @torch.no_grad()
 def arm_accuracy(
-    model: nn.Module, variants: Sequence[str] = MEASURED, pool: str = "A", n: int = N, seed: int = SEED
+    model: nn.Module, variants: Sequence[str] = MEASURED, pool: str = POOL, n: int = N, seed: int = SEED
 ) -> dict[str, dict[str, float]]:
     """Forced-choice accuracy by variant and arm, on `n` instances each."""
     out = {}
@@ -66,6 +76,11 @@ def arm_accuracy(
         logits = model(input_ids=batch.ids, use_cache=False, logits_to_keep=1).logits[:, -1]
         out[variant] = {arm: round(right, 4) for arm, right in batch.right(logits).items()}
     return out
+
+
+def measured(model: nn.Module) -> dict[str, Any]:
+    """The accuracies of a card, and on how many instances, of which word pool and seed."""
+    return {"accuracy": arm_accuracy(model), "instances": N, "pool": POOL, "seed": SEED}
 
 
 @lru_cache

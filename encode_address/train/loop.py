@@ -109,7 +109,7 @@ class Run:
         if last and self.rng.random() < self.stage.text:
             loss, line = self._text(share)
         elif last and stage.arms and self.rng.random() < stage.arms:
-            loss, line = self._arms()
+            loss, line = self._arms(share)
         else:
             loss, line = self._lookup(share)
         loss.backward()
@@ -127,15 +127,23 @@ class Run:
         self.text_loss = _running(self.text_loss, loss.item())
         return loss, self._line()
 
-    def _arms(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        variant = self.rng.choice(self.stage.arm_variants)
+    def _arms(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A batch of each family, so that no step is of one family alone."""
+        parts = [self._family(self.rng.choice(variants), share) for variants in self.stage.arms_of]
+        return torch.stack(parts).mean(), self._line()
+
+    def _family(self, variant: str, share: float) -> torch.Tensor:
         batch = drawn(variant, self.stage.arm_instances, self.rng)
-        logits = self.model(input_ids=batch.ids, use_cache=False).logits
-        answer = cross_entropy(logits[:, -1], batch.answers)
+        with attention(self.model, [guide.layer for guide in self.stage.guides]) as weights:
+            logits = self.model(input_ids=batch.ids, use_cache=False).logits
         others = cross_entropy(logits[:, :-1].flatten(0, 1), batch.ids[:, 1:].flatten())
+        loss = cross_entropy(logits[:, -1], batch.answers) + OTHERS * others
+        for guide in self.stage.guides:
+            mass = batch.mass(weights[guide.layer], separators=guide.target == "entry")
+            loss = loss - guide.weight * _fade(share, self.stage.guide_fade) * torch.log(mass + 1e-3).mean()
         running = self.arms.setdefault(variant, {})
         running |= {arm: _running(running.get(arm), right) for arm, right in batch.right(logits[:, -1]).items()}
-        return answer + OTHERS * others, {**self._line(), "answer_loss": round(answer.item(), 4)}
+        return loss
 
     def _lookup(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
         stage, rng = self.stage, self.rng

@@ -70,9 +70,9 @@ class Stage:
     drops: tuple[Drop, ...] = ()
     drop_fade: tuple[float, float] = (0.65, 0.8)
     origin: dict[int, int] = field(default_factory=dict)  # growth: layer -> layer of the stage before
-    arms: float = 0.0  # share of the batches that are no text, once the last level is reached ...
-    arm_variants: tuple[str, ...] = ()  # ... of the five arms of one of these
-    arm_instances: int = 12  # with five prompts each
+    arms: float = 0.0  # share of the batches that are no text, once the last level is reached, in which the five arms are asked ...
+    arms_of: tuple[tuple[str, ...], ...] = ()  # ... of one variant of each of these families
+    arm_instances: int = 4  # of each
 
 
 @dataclass(frozen=True)
@@ -143,19 +143,22 @@ AT_VALUES = tuple(
     replace(stage, guides=tuple(replace(guide, target="value") for guide in stage.guides))
     for stage in (BASE_STAGE, GROWN_STAGE)
 )
-# The five arms, from a finished model: what was imposed on it stays imposed on lookups and texts, nothing is on the arms.
-ARMS_STAGE = replace(
-    GROWN_STAGE,
-    name="arms",
-    steps=2400,
-    muon=0.01,
-    adam=2e-3,
-    text=0.15,
-    arms=0.7,
-    arm_variants=("chat8", "list8", "rev8", "class4", "class4", "class4"),
-    guides=(),
-    origin={},
-)
+
+
+def _arms_stage(grown: Stage) -> Stage:
+    """The five arms, from a grown model: what was imposed on lookups and texts stays imposed there; on the arms, which layer reads."""
+    return replace(
+        grown,
+        name="arms",
+        steps=2400,
+        muon=0.01,
+        adam=2e-3,
+        text=0.15,
+        arms=0.75,
+        arms_of=(("chat8", "list8", "rev8"), ("class4",)),
+        origin={},
+    )
+
 
 _GROUND_TRUTH = "A tiny trained hybrid with a known circuit: ground truth for this toolkit, not evidence for the paper."
 _UNTIL = f"off for the last {1 - GROWN_STAGE.drop_fade[1]:.0%} of steps"
@@ -170,13 +173,13 @@ _CIRCUIT = (
 )
 
 
-def _arms(architecture: str, start: str) -> Recipe:
+def _arms(architecture: str, start: str, grown: Stage) -> Recipe:
     """The model that continues `start` with the five arms."""
     return Recipe(
         architecture,
         f"{start}, trained further until it answers the five demand arms as well: demand installed by training, to test the "
         "instruments of gathering with.",
-        (ARMS_STAGE,),
+        (_arms_stage(grown),),
         ("which demand a note stands for (trained on the arms themselves)", *_CIRCUIT),
         start,
     )
@@ -194,6 +197,6 @@ RECIPES = {
             f"a softmax layer fetches the asked key (auxiliary attention loss on L3; linear blocks dropped at the question, {_UNTIL})",
         ),
     ),
-    "tiny-gdn-arms": _arms("gdn", "tiny-gdn"),
-    "tiny-mamba2-arms": _arms("mamba2", "tiny-mamba2"),
+    "tiny-gdn-arms": _arms("gdn", "tiny-gdn", GROWN_STAGE),
+    "tiny-mamba2-arms": _arms("mamba2", "tiny-mamba2", AT_VALUES[-1]),
 }
