@@ -36,52 +36,69 @@ def close(p: float, n: int) -> float:
 
 
 # -- batches ----------------------------------------------------------------------------------
-def test_a_batch_holds_five_arms_of_each_instance_and_scores_each_by_its_own_candidates():
+NAMES = vocabulary()
+
+
+def test_a_row_is_an_instance_asked_in_every_arm_and_each_is_scored_by_its_own_candidates():
     batch = arms.drawn("chat8", 3, random.Random(0))
-    names = vocabulary()
-    assert batch.ids.shape[0] == len(batch.answers) == 15
+    kinds = {"automatic": KEYS, "report": KEYS, "flexible": VALUES, "control": ("yes", "no"), "supplied": VALUES}
+    notes = {"automatic": "next", "report": "repeat", "flexible": "value", "control": "secret", "supplied": "must"}
+    assert set(batch.turns) == set(ARMS)
     assert {arm: choices.shape for arm, choices in batch.choices.items()} == {
         arm: (3, 2 if arm == "control" else 8) for arm in ARMS
     }
-    said = [[names[i] for i in row] for row in batch.ids.tolist()]
-    where = said[0].index("Note")
-    assert all(row[:where] == said[0][:where] for row in said[:5])
-    assert said[5][:where] != said[0][:where]
-    kinds = [KEYS, KEYS, VALUES, ["yes", "no"], VALUES]  # of the answers, by arm
-    assert all(names[answer] in kinds[i % 5] for i, answer in enumerate(batch.answers.tolist()))
+    for row in batch.ids.tolist():
+        said = [NAMES[i] for i in row]
+        assert said.count("Dictionary") == 1
+        asked = {said[at - said[at::-1].index(":") :][0] for at in batch.at}
+        assert len(asked) == 1
+        for arm, at in batch.turns.items():
+            start = at - said[at::-1].index("Note")
+            assert notes[arm] in said[start:at]
+            assert said[at - 1 : at + 1] == ["it", "is"]
+            assert said[at + 1] in kinds[arm]
+    logits = torch.zeros(3, 5, len(NAMES))
+    logits[..., 0] = 9.0  # no candidate of any arm: a forced choice does not see it
+    logits.scatter_(2, batch.answers[..., None], 1.0)
+    assert batch.right(logits) == dict.fromkeys(batch.turns, 1.0)
+    second = [*batch.turns][1]
+    logits[0, 1, batch.answers[0, 1]] = -1.0
+    assert batch.right(logits) == {**dict.fromkeys(batch.turns, 1.0), second: pytest.approx(2 / 3)}
 
-    logits = torch.zeros(15, len(names))
-    logits[:, 0] = 9.0  # no candidate of any arm: a forced choice does not see it
-    logits[torch.arange(15), batch.answers] = 1.0
-    assert batch.right(logits) == dict.fromkeys(ARMS, 1.0)
-    logits[1, batch.answers[1]] = -1.0  # the first instance's report
-    assert batch.right(logits) == {**dict.fromkeys(ARMS, 1.0), "report": pytest.approx(2 / 3)}
+
+def test_one_arm_alone_is_its_prompt_and_its_answer():
+    instances = arms._arms("rev8", "A").instances(2, 5)
+    for arm in ARMS:
+        batch = arms.armed(instances, [arm])
+        prompts = [instance[arm].prompt for instance in instances]
+        assert batch.ids.tolist() == [[*prompt.ids, prompt.answer] for prompt in prompts]
+        assert batch.at == [len(prompts[0]) - 1]
 
 
-def test_training_draws_other_instances_every_time_and_of_both_pools():
+def test_training_draws_other_instances_every_time_of_both_pools_in_other_orders():
     rng = random.Random(1)
-    rows = [arms.drawn("chat8", 1, rng).ids[0].tolist() for _ in range(12)]
-    assert len({tuple(row) for row in rows}) == 12
-    shares = [sum(word in POOLS["A"]["values"] for word in (vocabulary()[i] for i in row)) for row in rows]
-    assert set(shares) == {0, 8}  # a table is of one pool
+    batches = [arms.drawn("chat8", 1, rng) for _ in range(12)]
+    assert len({tuple(batch.ids[0].tolist()) for batch in batches}) == 12
+    assert len({tuple(batch.turns) for batch in batches}) > 6
+    table = [{NAMES[i] for i in batch.ids[0, : min(batch.at) - 17].tolist()} & set(VALUES) for batch in batches]
+    assert {tuple(len(words & set(POOLS[pool]["values"])) for pool in "AB") for words in table} == {(8, 0), (0, 8)}
 
 
-def test_the_guide_looks_at_where_the_answer_is_printed():
-    batch = arms.drawn("list8", 2, random.Random(2))
-    length = batch.ids.shape[1]
-    weights = torch.zeros(10, 2, length, length)
-    weights[:, :, -1] = 1.0  # so that the mass counts positions
-    names = vocabulary()
-    printed = {  # by arm: where, and what follows it
-        "automatic": 1, "report": 2, "flexible": 1, "supplied": 2,  # the table; the question too; the table; the note too
-    }  # fmt: skip
-    assert batch.mass(weights, separators=False).tolist() == [*printed.values()] * 2  # yes and no are not printed
-    assert batch.mass(weights, separators=True).tolist() == [2 * times for times in printed.values()] * 2
-    weights[:] = 0.0
-    for row, answer in enumerate(batch.answers.tolist()):
-        if names[answer] not in ("yes", "no"):
-            weights[row, 1, -1, batch.ids[row].tolist().index(answer)] = 1.0
-    assert batch.mass(weights, separators=False).tolist() == [0.5] * 8  # one head of two
+@pytest.mark.parametrize("separators", [False, True])
+def test_the_guide_looks_at_where_the_answer_is_printed(separators):
+    instances = arms._arms("list8", "A").instances(3, 5)
+    printed = {"automatic": 1, "report": 2, "flexible": 1, "supplied": 2}  # also in the question, also in the note
+    for arm in ARMS:
+        batch = arms.armed(instances, [arm])
+        weights = torch.ones(3, 2, len(batch.ids[0]) - 1, len(batch.ids[0]) - 1)  # so that the mass counts positions
+        expected = [printed[arm] * (1 + separators)] * 3 if arm in printed else []  # yes and no are printed nowhere
+        assert batch.mass(weights, separators).tolist() == expected
+    order = ["report", "flexible"]
+    batch = arms.armed(instances, order)
+    weights = torch.zeros(3, 2, batch.ids.shape[1] - 1, batch.ids.shape[1] - 1)
+    for row, value in enumerate(batch.answers[:, 1].tolist()):
+        weights[row, 1, batch.turns["flexible"], batch.ids[row].tolist().index(value)] = 1.0
+    assert batch.mass(weights, separators).tolist() == [0.0, 0.5] * 3  # one head of two, from its own turn
 
 
 # -- training ---------------------------------------------------------------------------------

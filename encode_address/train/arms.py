@@ -15,6 +15,7 @@ from encode_address.models.loading import BUNDLED_DIR, GROUND_TRUTH
 from encode_address.tasks.arm_records import Instance
 from encode_address.tasks.arm_words import ARMS, arm_lexicon
 from encode_address.tasks.arms import Arms
+from encode_address.train.data import NEW_TURN
 from encode_address.train.words import POOLS, tokenizer
 
 MEASURED = ("chat8", "list8", "rev8", "class4")  # what a card says
@@ -24,45 +25,70 @@ TRAINING_SEEDS = 2**32  # seeds of training are larger, so that nobody else draw
 
 @dataclass(frozen=True)
 class Armed:
-    """Prompts of one length, five of each instance in the order of ARMS: (batch, positions) ids, (batch,) answers, and per
-    prompt the tokens to choose from, by arm (instances, candidates)."""
+    """Instances of one variant, each asked in some of its arms one after the other, every answer given before the next note.
+
+    `ids` (instances, positions); `turns`: by arm the position whose next token is its answer; `choices`: by arm the tokens to
+    choose from (instances, candidates).
+    """
 
     ids: torch.Tensor
-    answers: torch.Tensor
+    turns: dict[str, int]
     choices: dict[str, torch.Tensor]
 
+    @property
+    def at(self) -> list[int]:
+        return [*self.turns.values()]
+
+    @property
+    def answers(self) -> torch.Tensor:
+        """(instances, turns)"""
+        return self.ids[:, [position + 1 for position in self.at]]
+
     def right(self, logits: torch.Tensor) -> dict[str, float]:
-        """The share of forced choices that are right, by arm. `logits` (batch, vocabulary) are those of the last position."""
+        """The share of forced choices that are right, by arm. `logits` are those of `at`: (instances, turns, vocabulary)."""
         out = {}
         for i, (arm, choices) in enumerate(self.choices.items()):
-            chosen = choices.gather(1, logits[i :: len(ARMS)].gather(1, choices).argmax(1, keepdim=True))[:, 0]
-            out[arm] = float((chosen == self.answers[i :: len(ARMS)]).float().mean())
+            chosen = choices.gather(1, logits[:, i].gather(1, choices).argmax(1, keepdim=True))[:, 0]
+            out[arm] = float((chosen == self.answers[:, i]).float().mean())
         return out
 
     def mass(self, weights: torch.Tensor, separators: bool) -> torch.Tensor:
-        """Attention (batch, heads, positions, positions) of the last position on where its answer is printed, and with
-        `separators` on the token after it; mean over heads, of the prompts that print it."""
-        at = self.ids == self.answers[:, None]
-        printed = at.any(1)
+        """Attention (instances, heads, positions, positions) of `at` on where the answer is printed up to there, and with
+        `separators` on the token after it; mean over heads, of the answers that are printed: (answers,)."""
+        rows = weights[:, :, self.at].mean(1)
+        past = torch.arange(rows.shape[-1]) <= torch.tensor(self.at)[:, None]
+        on = (self.ids[:, None, : rows.shape[-1]] == self.answers[..., None]) & past
+        printed = on.any(-1)
         if separators:
-            at[:, 1:] |= at[:, :-1].clone()
-        return (weights[:, :, -1].mean(1) * at).sum(1)[printed]
+            on[..., 1:] |= on[..., :-1].clone()
+        return (rows * on).sum(-1)[printed]
 
 
-def armed(instances: Sequence[Instance]) -> Armed:
-    """The batch of these instances, which are of one variant."""
-    prompts = [instance[arm].prompt for instance in instances for arm in ARMS]
+def armed(instances: Sequence[Instance], order: Sequence[str]) -> Armed:
+    """These instances, asked in the arms of `order`. Every arm has the same length, so that all have their turns in the same places."""
+    first = instances[0][order[0]].prompt
+    start, length = min(first.span("instruction")), len(first)
+    between = tokenizer()(NEW_TURN, add_special_tokens=False)["input_ids"]
+    rows = []
+    for instance in instances:
+        row = list(instance[order[0]].prompt.ids[:start])
+        for arm in order:
+            prompt = instance[arm].prompt
+            row += [*prompt.ids[start:], prompt.answer, *between]
+        rows.append(row[: -len(between)])
+    step = length - start + 1 + len(between)
     return Armed(
-        torch.tensor([prompt.ids for prompt in prompts]),
-        torch.tensor([prompt.answer for prompt in prompts]),
-        {arm: torch.tensor([instance[arm].prompt.choices for instance in instances]) for arm in ARMS},
+        torch.tensor(rows),
+        {arm: length - 1 + turn * step for turn, arm in enumerate(order)},
+        {arm: torch.tensor([instance[arm].prompt.choices for instance in instances]) for arm in order},
     )
 
 
 def drawn(variant: str, n: int, rng: random.Random) -> Armed:
-    """`n` fresh instances for training, of one word pool drawn."""
+    """`n` fresh instances for training, of one word pool drawn, in all arms in an order drawn."""
     pool = rng.choice(list(POOLS))
-    return armed(_arms(variant, pool).instances(n, TRAINING_SEEDS + rng.randrange(2**32)))
+    instances = _arms(variant, pool).instances(n, TRAINING_SEEDS + rng.randrange(2**32))
+    return armed(instances, rng.sample(ARMS, len(ARMS)))
 
 
 @torch.no_grad()
@@ -72,9 +98,11 @@ def arm_accuracy(
     """Forced-choice accuracy by variant and arm, on `n` instances each."""
     out = {}
     for variant in variants:
-        batch = armed(_arms(variant, pool).instances(n, seed))
-        logits = model(input_ids=batch.ids, use_cache=False, logits_to_keep=1).logits[:, -1]
-        out[variant] = {arm: round(right, 4) for arm, right in batch.right(logits).items()}
+        instances, out[variant] = _arms(variant, pool).instances(n, seed), {}
+        for arm in ARMS:
+            batch = armed(instances, [arm])
+            logits = model(input_ids=batch.ids[:, :-1], use_cache=False, logits_to_keep=1).logits
+            out[variant] |= {arm: round(right, 4) for arm, right in batch.right(logits).items()}
     return out
 
 

@@ -135,14 +135,13 @@ class Run:
     def _family(self, variant: str, share: float) -> torch.Tensor:
         batch = drawn(variant, self.stage.arm_instances, self.rng)
         with attention(self.model, [guide.layer for guide in self.stage.guides]) as weights:
-            logits = self.model(input_ids=batch.ids, use_cache=False).logits
-        others = cross_entropy(logits[:, :-1].flatten(0, 1), batch.ids[:, 1:].flatten())
-        loss = cross_entropy(logits[:, -1], batch.answers) + OTHERS * others
+            logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
+        loss, _ = _loss(logits, batch.ids, batch.at)
         for guide in self.stage.guides:
             mass = batch.mass(weights[guide.layer], separators=guide.target == "entry")
             loss = loss - guide.weight * _fade(share, self.stage.guide_fade) * torch.log(mass + 1e-3).mean()
         running = self.arms.setdefault(variant, {})
-        running |= {arm: _running(running.get(arm), right) for arm, right in batch.right(logits[:, -1]).items()}
+        running |= {arm: _running(running.get(arm), right) for arm, right in batch.right(logits[:, batch.at]).items()}
         return loss
 
     def _lookup(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -157,18 +156,14 @@ class Run:
         guided = [guide.layer for guide in stage.guides]
         with self._silenced(drops, batch), attention(self.model, guided) as weights:
             logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
-        target = batch.ids[:, 1:]
-        each = cross_entropy(logits.transpose(1, 2), target, reduction="none")
-        answers = torch.zeros(each.shape[1], dtype=torch.bool)
-        answers[batch.answers] = True
-        answer = each[:, answers].mean()
-        loss = answer + OTHERS * each[:, ~answers].mean()
+        loss, answer = _loss(logits, batch.ids, batch.answers)
         masses = {}
         for guide in stage.guides:
             mass = _mass_on(guide.target, weights[guide.layer], batch)
             masses[guide.target] = round(mass.mean().item(), 3)
             loss = loss - guide.weight * _fade(share, stage.guide_fade) * torch.log(mass + 1e-3).mean()
-        right = (logits[:, answers].argmax(-1) == target[:, answers]).float().mean().item()
+        given = batch.ids[:, [position + 1 for position in batch.answers]]
+        right = (logits[:, batch.answers].argmax(-1) == given).float().mean().item()
         if any(drop.where == "dictionary" for drop in drops):
             self.keyless_accuracy = _running(self.keyless_accuracy, right)
         elif level == self.level:
@@ -196,6 +191,15 @@ class Run:
             for i in drop.layers:
                 where.setdefault(i, []).append(_positions(drop.where, batch))
         return silenced(self.model, where)
+
+
+def _loss(logits: torch.Tensor, ids: torch.Tensor, answers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of (batch, positions - 1) logits, and the part of it that is of the answers."""
+    each = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    is_answer = torch.zeros(each.shape[1], dtype=torch.bool)
+    is_answer[answers] = True
+    answer = each[:, is_answer].mean()
+    return answer + OTHERS * each[:, ~is_answer].mean(), answer
 
 
 def _positions(where: str, batch: Asked | None) -> Positions:

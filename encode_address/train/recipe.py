@@ -72,7 +72,7 @@ class Stage:
     origin: dict[int, int] = field(default_factory=dict)  # growth: layer -> layer of the stage before
     arms: float = 0.0  # share of the batches that are no text, once the last level is reached, in which the five arms are asked ...
     arms_of: tuple[tuple[str, ...], ...] = ()  # ... of one variant of each of these families
-    arm_instances: int = 4  # of each
+    arm_instances: int = 8  # of each
 
 
 @dataclass(frozen=True)
