@@ -19,16 +19,24 @@ from typing import Any
 import torch
 
 from encode_address.errors import RunError
-from encode_address.gathering import lenses, sites as places
+from encode_address.gathering import lenses
+from encode_address.gathering import sites as places
 from encode_address.gathering.sites import Site
 from encode_address.gathering.traced import patch_grid, patch_states
 from encode_address.lens import Lens
 from encode_address.run.reading import Reading
 from encode_address.tasks.arms import ArmPair, Arms
+from encode_address.tasks.prompts import Prompt
 
 CONCEPTS = ("address", "redirected", "carried", "own key", "own value")
 CLEAN = "none"
-DONORS = ("donor", "placebo", "random", "identity", "mean")
+DONOR_RUNS = {
+    "donor": True,
+    "placebo": True,
+    "random": True,
+    "identity": False,
+    "mean": False,
+}  # whether the donor runs
 
 
 def tokens_of(pair: ArmPair) -> tuple[dict[str, int], dict[str, int]]:
@@ -94,9 +102,16 @@ def grid_readings(
         read = partial(
             read_grid, pairs=pairs, arm=arm, sites=some, donor=donor, lens=lens, span=span, where=where, seed=seed
         )
-        forwards = sum(map(len, prompts)) + sum(len(p) for p in prompts[::2]) * (1 + len(some) * (path == "full"))
+        forwards = tokens_for(sum(map(len, prompts[::2])), len(pairs), len(some), path, donor)
         settings = (tuple(site.name for site in some), lens.settings, span, seed)
         yield Reading("grid", prompts, read, own, settings, forwards)
+
+
+def tokens_for(tokens: int, n: int, sites: int, path: str, donor: str) -> int:
+    """Tokens forwarded for targets of `tokens` in all: what is exchanged is read once, then the targets run once per site and once
+    without. Of states, only the last token runs again."""
+    captured = tokens * (2 if DONOR_RUNS[donor] else 1)
+    return captured + (1 + sites) * (n if path == "state" else tokens)
 
 
 class KeptLens:
@@ -106,6 +121,19 @@ class KeptLens:
         self._made = (model, task, text, kind, folder)
         self._lens: Lens | None = None
         self.settings = (kind, task.variant, text.sha256, lenses.INSTANCES, lenses.LINES, lenses.SKIP, lenses.LONGEST)
+
+    def reading(self, labels: Mapping[str, Any]) -> Reading:
+        """How far the halves of its fit agree, a row per layer; none for a logit lens, which is fitted on nothing."""
+        _, task, text, _, _ = self._made
+        prompts = [] if self.settings[0] == "logit" else [Prompt(ids) for ids in lenses.prompts_for(task, text)]
+        return Reading(
+            "lens", prompts, self._reliability, {**labels, "part": "lens", "lens": self.settings[0]}, self.settings
+        )
+
+    def _reliability(self, engine: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        engine.count(sum(map(len, prompts)))
+        lens = self()
+        return lens.reliability().to_dict("records") if lens.kind != "logit" else []
 
     def __call__(self) -> Lens:
         if self._lens is None:
@@ -144,10 +172,8 @@ def read_grid(
         seen = run(
             model, **given, sites=places.plain(model, sites), lens=lenses.plain(fitted), kind=kind, seed=seed + start
         )
-        tokens = given["hosts"].numel()
-        engine.count(tokens * (2 if kind in ("donor", "random") else 1))
-        for _ in range(1 + (len(sites) if run is patch_grid else 0)):
-            engine.count(tokens)
+        path = "state" if run is patch_states else "full"
+        engine.count(tokens_for(given["hosts"].numel(), len(some), len(sites), path, donor))
         rows += _rows(model, some, arm, sites, seen, fitted)
     return rows
 

@@ -46,17 +46,17 @@ def sites_of(model: Any, kinds: Sequence[str] = KINDS, step: int = 1) -> list[Si
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise NameNotFound(f"no site kind {unknown[0]!r}: use {', '.join(KINDS)}")
+    states = model.family.continues and not model.family.held
     found = []
     for layer, mixer in list(enumerate(model.layout.kinds))[::step]:
-        for kind in kinds:
-            if kind == "residual" or (kind == "mixer" and mixer in ("linear", "softmax")):
-                found.append(Site(kind, (layer,)))
-            elif kind == "mlp" and hasattr(model.layers[layer], "mlp"):
-                found.append(Site(kind, (layer,)))
-            elif kind in ATTENTION and mixer == "softmax":
-                found.append(Site(kind, (layer,)))
-            elif kind == "state" and mixer == "linear" and model.family.continues and not model.family.held:
-                found.append(Site(kind, (layer,)))
+        has = {
+            "residual": True,
+            "mixer": mixer in ("linear", "softmax"),
+            "mlp": hasattr(model.layers[layer], "mlp"),
+            "state": mixer == "linear" and states,
+            **dict.fromkeys(ATTENTION, mixer == "softmax"),
+        }
+        found += [Site(kind, (layer,)) for kind in kinds if has[kind]]
     return found
 
 
