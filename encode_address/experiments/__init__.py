@@ -5,6 +5,7 @@ from encode_address.experiments import (
     baseline,
     encode,
     encode_linear,
+    gathering,
     minimal,
     pruning,
     query_key,
@@ -38,6 +39,7 @@ EXPERIMENTS = {
     "writers": writers,
     "routes": routes,
     "state-rank": state_rank,
+    "gathering": gathering,
     "address-payload": address_payload,
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "baseline",
     "encode",
     "encode_linear",
+    "gathering",
     "minimal",
     "pruning",
     "query_key",

@@ -82,14 +82,15 @@ def grid_readings(
     where: str = "final",
     seed: int = 0,
 ) -> Iterator[Reading]:
-    """The grid of one arm under one sort of donor: a reading for sites of the forward, and one for states.
+    """The grid of one arm under one sort of donor: a reading for sites of the forward, and one for states. Without sites, and with the
+    donor "none", it is the unpatched model alone.
 
     `lens` is a function without arguments that gives it, called only when rows are missing. `span`: the last k positions are patched; `where`
     names another span of the prompts ("passage", "asked") instead of the last positions.
     """
     groups = {"full": [s for s in sites if s.kind != "state"], "state": [s for s in sites if s.kind == "state"]}
     for path, some in groups.items():
-        if not some or (path == "state" and where != "final"):
+        if (sites and not some) or (path == "state" and (not sites or where != "final")):
             continue
         prompts = [p for pair in pairs for p in (pair.target[arm].prompt, pair.donor[arm].prompt)]
         own = {
@@ -110,7 +111,7 @@ def grid_readings(
 def tokens_for(tokens: int, n: int, sites: int, path: str, donor: str) -> int:
     """Tokens forwarded for targets of `tokens` in all: what is exchanged is read once, then the targets run once per site and once
     without. Of states, only the last token runs again."""
-    captured = tokens * (2 if DONOR_RUNS[donor] else 1)
+    captured = tokens * (2 if DONOR_RUNS[donor] else 1) if sites else 0
     return captured + (1 + sites) * (n if path == "state" else tokens)
 
 
@@ -163,7 +164,7 @@ def read_grid(
         raise RunError("a mean of other prompts needs two of them in one batch: raise --batch-tokens")
     rows: list[dict[str, Any]] = []
     kind = "donor" if donor == "placebo" else donor
-    run = patch_states if sites[0].kind == "state" else patch_grid
+    run = patch_states if sites and sites[0].kind == "state" else patch_grid
     for start in range(0, len(pairs), size):
         some = pairs[start : start + size]
         given = _inputs(some, arm, fitted, span, where)

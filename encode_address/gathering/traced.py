@@ -24,17 +24,7 @@ def patch_grid(model, hosts, donors, places, sites, lens, scored, asked, kind, s
     whose logits are wanted. Returns, per site name and for "clean": `margin` and `rank` (layers, n, c), `answer` and `landed`.
     """
     wanted = sorted({(layer, what, op) for _, what, layers, ops in sites for layer, op in zip(layers, ops)})
-    both = hosts if kind in ("identity", "mean") else torch.cat([hosts, donors])
-    where = places[0] if kind in ("identity", "mean") else torch.cat(places)
-    with torch.no_grad(), model.trace(both, logits_to_keep=1) as tracer:
-        kept = nnsight.save({})
-        for layer in range(1 + max(entry[0] for entry in wanted)):
-            for what in (*INSIDE, "mixer", "mlp", "residual"):
-                for at, name, op in wanted:
-                    if (at, name) == (layer, what):
-                        view = _values(model.layers[layer], what, op)
-                        kept[what, layer] = _at(view, where.to(view.device)).clone()
-        tracer.stop()
+    kept = _captured(model, hosts, donors, places, wanted, kind) if wanted else {}
     n, out = len(hosts), {"clean": _read(model, hosts, places[0], {}, lens, scored, asked)}
     generator = torch.Generator().manual_seed(seed)
     for name, what, layers, ops in sites:
@@ -117,6 +107,22 @@ def readouts_of(hidden, matrix, norm, head, facts, rows, concepts, rivals):
         (logits > own[:, i : i + 1]).sum(1).float() for i in range(c)
     ]  # one at a time: the vocabulary may be large
     return margin, torch.stack(ranks, 1)
+
+
+def _captured(model, hosts, donors, places, wanted, kind):
+    """(what, layer) -> the values at `places` of the hosts, and below them of the donors where `kind` needs these."""
+    both = hosts if kind in ("identity", "mean") else torch.cat([hosts, donors])
+    where = places[0] if kind in ("identity", "mean") else torch.cat(places)
+    with torch.no_grad(), model.trace(both, logits_to_keep=1) as tracer:
+        kept = nnsight.save({})
+        for layer in range(1 + max(entry[0] for entry in wanted)):
+            for what in (*INSIDE, "mixer", "mlp", "residual"):
+                for at, name, op in wanted:
+                    if (at, name) == (layer, what):
+                        view = _values(model.layers[layer], what, op)
+                        kept[what, layer] = _at(view, where.to(view.device)).clone()
+        tracer.stop()
+    return kept
 
 
 def _read(model, hosts, places, values, lens, scored, asked):
