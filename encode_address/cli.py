@@ -30,6 +30,12 @@ TextSource = Annotated[str | None, typer.Option(help="for perplexity: a file, wi
 Data = Annotated[str | None, typer.Option(help="removal-mmlu: folder or file; default: the hub's")]
 Knowledge = Annotated[bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval")]
 Normalisation = Annotated[str | None, typer.Option(help="pruning: own (default) or paper")]
+LensKind = Annotated[
+    str | None, typer.Option(help="gathering, address-payload: jacobian (default), rows (candidates only) or logit")
+]
+Span = Annotated[
+    int | None, typer.Option(min=1, metavar="K", help="gathering: patch the last K positions; default: the last one")
+]
 BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")]
@@ -94,6 +100,8 @@ def run(
     data: Data = None,
     knowledge: Knowledge = None,
     normalisation: Normalisation = None,
+    lens: LensKind = None,
+    span: Span = None,
     device: Device = None,
     dtype: Dtype = None,
     revision: Revision = None,
@@ -111,7 +119,7 @@ def run(
         return typer.echo(lab.listing())
     if experiment is None or model is None:
         raise EncodeAddressError("say which experiment and which model: encode-address run transplant --model tiny-gdn")
-    own = {"data": data, "knowledge": knowledge, "normalisation": normalisation}
+    own = {"data": data, "knowledge": knowledge, "normalisation": normalisation, "lens": lens, "span": span}
     own = {option: value for option, value in own.items() if value is not None}
     lab.options_of(experiment, own)  # before a model is loaded
     loaded = load(model, device=device, dtype=dtype, revision=revision)

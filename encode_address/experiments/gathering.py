@@ -160,7 +160,7 @@ def _grid(
         figures[f"calibration at L{peak}"] = {
             r.site: f"readout {r.readout}, answer {r.answer}, ratio {r.ratio if r.ratio.n else 'not measurable'}, r {r.r:.2f}"
             for r in table.itertuples()
-        }
+        } or "not measurable: no layer lies between the patch and the answer"
         everyone = pooling.answers(select(rows, donor="donor"))
         everyone = everyone[everyone["position"].astype(str).str.startswith("last")]
         figures["arm specificity"] = behaviour.specificity(everyone, "mixer", peak, solved, MAIN)
@@ -189,25 +189,31 @@ def _verdict(
     figures: dict[str, Any], invalid: str,
 ) -> Conclusion:  # fmt: skip
     mlps = profiles.get("mlp")
-    from_mlp = [f"L{r.layer}" for r in mlps.itertuples() if r.moved.low > 0] if mlps is not None else []
+    from_mlp = [f"L{r.layer}" for r in mlps.itertuples() if r.transport.low > 0] if mlps is not None else []
     by_kind = {
         kind: ", ".join(f"L{p} {e}" for p, (k, e) in best.items() if k == kind) or "none"
         for kind in ("linear", "softmax")
     }
-    carried = select(profiles["mixer"], verdict=behaviour.DESTRUCTION)["layer"].tolist()
+    other = {
+        verdict: [f"L{p}" for p in select(profiles["mixer"], verdict=verdict)["layer"]]
+        for verdict in (behaviour.CARRIED, behaviour.DESTRUCTION)
+    }
     where = window["window"]
-    said = (
-        f"{invalid}In the {MAIN} arm the donor's answer is installed by linear mixers {by_kind['linear']}; by softmax mixers {by_kind['softmax']}; "
-        f"by MLPs {', '.join(from_mlp) or 'none'}"
-        + (
-            f"; the task is destroyed, not redirected, at mixers {', '.join(f'L{p}' for p in carried)}"
-            if carried
-            else ""
-        )
-        + f"; in the residual stream {f'L{where[0]} to L{where[1]}' if isinstance(where, list) else where}"
-        + f" (lower edge {window['lower']}, upper edge {window['upper']})"
-        + (f". Limits: {'; '.join(figures['limits'])}" if figures["limits"] else "")
-    )
+    parts = [
+        f"{invalid}In the {MAIN} arm the donor's answer is installed by linear mixers {by_kind['linear']}",
+        f"by softmax mixers {by_kind['softmax']}",
+        f"by MLPs {', '.join(from_mlp) or 'none'}",
+        *(
+            [f"the donor's own value is carried by mixers {', '.join(carried)}"]
+            if (carried := other[behaviour.CARRIED])
+            else []
+        ),
+        *([f"the task is destroyed at mixers {', '.join(lost)}"] if (lost := other[behaviour.DESTRUCTION]) else []),
+        f"in the residual stream {f'L{where[0]} to L{where[1]}' if isinstance(where, list) else where}"
+        f" (lower edge {window['lower']}, upper edge {window['upper']})",
+    ]
+    limits_said = f". Limits: {'; '.join(figures['limits'])}" if figures["limits"] else ""
+    said = f"{'; '.join(parts)}{limits_said}"
     if not best:
         return Conclusion(
             "undecided", f"no single mixer at the last position installs the donor's answer. {said}", figures
@@ -233,15 +239,23 @@ def limits(setting: Setting) -> list[str]:
 
 
 def _concentration(mixers: pd.DataFrame, window: Mapping[str, Any], concept: str, depth: int) -> dict[str, str]:
-    where = window["window"]
-    if not isinstance(where, list):
-        return {measure: "not measurable: no window" for measure in pooling.MEASURES}
-    found = {m: pooling.concentration(mixers, f"d{m}.{concept}", depth, *where) for m in pooling.MEASURES}
-    return {m: str(e) if e.n else "not measurable: nothing shallower, or no ranks" for m, e in found.items()}
+    where, out = window["window"], {}
+    for measure in pooling.MEASURES:
+        if not isinstance(where, list):
+            out[measure] = "not measurable: no window"
+            continue
+        ratio, gap = pooling.concentration(mixers, f"d{measure}.{concept}", depth, *where)
+        out[measure] = (
+            f"{ratio}, difference {gap}" if ratio.n else "not measurable: nothing shallower, or nothing above 0"
+        )
+    return out
 
 
 def _lines(table: pd.DataFrame) -> dict[str, str]:
-    return {
-        f"L{r.layer}": f"{r.moved}, accuracy {r.accuracy.value:.2f}{' (destroyed)' if r.destroyed else ''}, {r.verdict}"
-        for r in table.itertuples()
-    }
+    """A profile as text."""
+    out = {}
+    for r in table.itertuples():
+        said = [f"transport {r.transport}"] if r.transport.n else []
+        said += [f"carry {r.carry}"] if r.carry.n else []
+        out[f"L{r.layer}"] = ", ".join([*said, f"accuracy {r.accuracy.value:.2f}", r.verdict])
+    return out

@@ -1,7 +1,8 @@
 """What patches do to the answer: transport by depth and its edges, calibration of the readout, arm specificity. Pure: rows in, figures out.
 
 `transport` is donor minus distractor: the share of answers that are the donor's minus the mean share of each other wrong one. It is 0 in
-expectation where a patch only destroys. Accuracy stands beside it, and below .5 a layer is in the destroyed zone.
+expectation where a patch only destroys. Accuracy stands beside it; a layer where it is below .5 is in the destroyed zone, unless the answer is
+the donor's: a patch that redirects every answer leaves no accuracy, and destroys nothing.
 """
 
 from __future__ import annotations
@@ -17,39 +18,36 @@ from encode_address.gathering.pooling import DESTROYED
 from encode_address.metrics import select
 from encode_address.stats import NOTHING, Estimate
 
-COUNTERFACTUAL, DESTRUCTION, SUBTHRESHOLD, NONE, REVERSED = (
-    "COUNTERFACTUAL", "DESTRUCTION", "SUBTHRESHOLD", "NONE", "REVERSED",
-)  # fmt: skip
+COUNTERFACTUAL, CARRIED, REVERSED = "COUNTERFACTUAL", "CARRIED", "REVERSED"
+DESTRUCTION, SUBTHRESHOLD, NONE = "DESTRUCTION", "SUBTHRESHOLD", "NONE"
 
 
-def depth_profile(said: pd.DataFrame, column: str = "transport") -> pd.DataFrame:
-    """Per patch layer (rows of one site, arm and sort of donor): `transport` (or `carry`) and accuracy with intervals, whether the layer
-    is destroyed, and the verdict on it."""
+def depth_profile(said: pd.DataFrame) -> pd.DataFrame:
+    """Per patch layer (rows of one site, arm and sort of donor): `transport`, `carry`, `accuracy` and `beyond` (how much more the donor's answer
+    gains than other wrong ones) with intervals, `destroyed` (accuracy below .5 and the answer not the donor's) and the verdict."""
     out = []
     for layer, some in said.groupby("layer"):
-        moved = pooling.two_way(some, some[column], rate=True)
-        right = pooling.two_way(some, some["kept"], rate=True)
-        margin = pooling.two_way(some, some["d margin.redirected" if column == "transport" else "d margin.carried"])
-        out.append(
-            {
-                "layer": int(layer), "moved": moved, "accuracy": right, "margin": margin,
-                "destroyed": right.value < DESTROYED, "verdict": verdict(moved, right, margin),
-            }
-        )  # fmt: skip
-    return pd.DataFrame(out, columns=["layer", "moved", "accuracy", "margin", "destroyed", "verdict"])
+        known = {name: pooling.two_way(some, some[name], rate=True) for name in ("transport", "carry")}
+        known["accuracy"] = pooling.two_way(some, some["kept"], rate=True)
+        known["beyond"] = pooling.two_way(some, some["d beyond others"])
+        found = verdict(**known)
+        destroyed = known["accuracy"].value < DESTROYED and found != COUNTERFACTUAL
+        out.append({"layer": int(layer), **known, "destroyed": destroyed, "verdict": found})
+    return pd.DataFrame(out, columns=["layer", "transport", "carry", "accuracy", "beyond", "destroyed", "verdict"])
 
 
-def verdict(moved: Estimate, accuracy: Estimate, margin: Estimate) -> str:
-    """What a patch did: installed the donor's answer, destroyed the task, moved the margin below the threshold, or nothing."""
-    if not moved.n:
-        return NONE
-    if moved.low > 0:
+def verdict(transport: Estimate, carry: Estimate, accuracy: Estimate, beyond: Estimate) -> str:
+    """What a patch did: made the answer what the donor's z implies here (COUNTERFACTUAL), or the donor's own value (CARRIED), destroyed the
+    task, moved the donor's answer below the threshold, or nothing."""
+    if transport.low > 0:
         return COUNTERFACTUAL
-    if moved.high < 0:
+    if carry.low > 0:
+        return CARRIED
+    if transport.high < 0:
         return REVERSED
     if accuracy.value < DESTROYED:
         return DESTRUCTION
-    return SUBTHRESHOLD if margin.low > 0 else NONE
+    return SUBTHRESHOLD if beyond.low > 0 else NONE
 
 
 def edges(profile: pd.DataFrame) -> dict[str, Any]:
@@ -82,18 +80,15 @@ def calibration(
     """Readout against behaviour on the same trials, per component at one patch layer.
 
     Returns a row per component (`readout`: the shift of the concept at matched distance, `answer`: that of the answer's margin towards the donor's,
-    `ratio` answer / readout with its interval, `r`), and the trials. The ratio is NaN where the readout's interval holds 0.
+    `ratio` answer / readout with its interval, `r`), and the trials. The last layer is left out: its readout is the answer itself. The ratio
+    is NaN where the readout's interval holds 0; nothing is returned where no layer lies in between.
     """
-    near = shifts[(shifts["layer"] == layer) & (shifts["read"] - layer).isin(pooling.distances(depth))]
+    between = (shifts["read"] - layer).isin(pooling.distances(depth)) & (shifts["read"] < depth - 1)
+    near = shifts[(shifts["layer"] == layer) & between]
     out, trials = [], []
     for site, some in near.groupby("site"):
         readout = some.groupby(["pair", "donor_z"])[f"dM.{concept}"].mean().rename("readout")
-        here = (
-            select(said, site=site, layer=layer)
-            .groupby(["pair", "donor_z"])["d margin.redirected"]
-            .mean()
-            .rename("answer")
-        )
+        here = select(said, site=site, layer=layer).groupby(["pair", "donor_z"])["d answer"].mean().rename("answer")
         both = pd.concat([readout, here], axis=1, join="inner").dropna().reset_index().assign(site=site)
         if both.empty:
             continue

@@ -36,7 +36,8 @@ class Contrast:
     accuracy: Estimate
 
     def as_dict(self) -> dict[str, Any]:
-        return {"verdict": self.verdict, "why": self.why, "shift": str(self.shift), "accuracy": str(self.accuracy)}
+        said = {"verdict": self.verdict, "why": self.why}
+        return said | ({"shift": str(self.shift), "accuracy": str(self.accuracy)} if self.shift.n else {})
 
 
 def band(depth: int) -> range:
@@ -91,7 +92,7 @@ def contrast(rows: pd.DataFrame, a: str, b: str, measure: str, depth: int, vocab
     for arm in (a, b):
         why = invalid(*right[arm])
         if why:
-            return Contrast("INVALID", f"{arm}: {why}", shift, hits)
+            return Contrast("INVALID", f"{arm}: {why}", NOTHING, NOTHING)
     if shift.n == 0:
         return Contrast("INVALID", f"the lens knows no {measure}", shift, hits)
     if measure == "R" and table[a].mean() > SATURATED and table[b].mean() > SATURATED:

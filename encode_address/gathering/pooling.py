@@ -49,16 +49,17 @@ def shifts(
 
 def answers(rows: pd.DataFrame) -> pd.DataFrame:
     """The patched rows about the answer, with `transport` (donor minus distractor: 1 where the answer is the donor's, minus the
-    share of each other wrong one; 0 in expectation if the patch only destroys), `carry` (the same of the value of the donor's own table)
-    and `d margin.redirected`, `d margin.carried`: answer margins minus those of the unpatched run."""
+    share of each other wrong one; 0 in expectation if the patch only destroys), `carry` (the same of the value of the donor's own table),
+    `d answer` (the margin of the donor's answer over the target's own, minus that of the unpatched run), and `d beyond others`, how
+    much more the donor's answer gains than the other wrong ones: noise raises all of them."""
     rows = select(rows, part="answer")
     keys = [name for name in KEY if name != "read"]
-    margins = ["margin.redirected", "margin.carried"]
+    margins = ["margin.redirected", "margin.others"]
     clean = rows[rows["site"] == CLEAN]
     base = clean[margins].astype(float).set_axis(pd.MultiIndex.from_frame(clean[keys]))
     patched = rows[rows["site"] != CLEAN].copy()
     moved = patched[margins].astype(float).to_numpy() - base.reindex(pd.MultiIndex.from_frame(patched[keys])).to_numpy()
-    patched[[f"d {name}" for name in margins]] = moved
+    patched["d answer"], patched["d beyond others"] = moved[:, 0], moved[:, 0] - moved[:, 1]
     patched["transport"] = patched["redirected"].astype(float) - patched["distracted"].astype(float)
     patched["carry"] = patched["carried"].astype(float) - patched["distracted"].astype(float)
     return patched
@@ -108,7 +109,7 @@ def pooled(
     some = drawn[total > 0]
     with np.errstate(divide="ignore", invalid="ignore"):
         found = of([some @ column / total[total > 0] for column in columns])
-        low, high = np.nanpercentile(found, [2.5, 97.5])
+        low, high = np.nanpercentile(found, [2.5, 97.5], method="inverted_cdf" if np.isinf(found).any() else "linear")
     return Estimate(value, n, float(low), float(high))
 
 
@@ -165,20 +166,30 @@ def cells(moved: pd.DataFrame, column: str) -> pd.DataFrame:
     return moved.groupby(["site", "layer", "read"])[column].mean().reset_index()
 
 
-def concentration(moved: pd.DataFrame, column: str, depth: int, first: int, last: int, seed: int = 0) -> Estimate:
-    """The best patch layer in [first, last] over the best shallower one, both at matched distance. The maxima are taken anew
-    in every resample, so that the interval knows that they are maxima. Nothing where no layer is shallower."""
+def concentration(
+    moved: pd.DataFrame, column: str, depth: int, first: int, last: int, seed: int = 0
+) -> tuple[Estimate, Estimate]:
+    """The best patch layer in [first, last] over, and minus, the best shallower one, both at matched distance.
+
+    The maxima are taken anew in every resample, so that the intervals know that they are maxima; a resample in which no shallower layer
+    is above 0 has an infinite ratio. Nothing where no layer is shallower, or the window's best is not above 0.
+    """
     near = moved[(moved["read"] - moved["layer"]).isin(distances(depth))]
-    parts = [(some, column) for p, some in near.groupby("layer")]
-    known = [int(p) for p in sorted(near["layer"].unique())]
+    known = sorted(int(p) for p in near["layer"].unique())
     inside = [i for i, p in enumerate(known) if first <= p <= last]
     below = [i for i, p in enumerate(known) if p < first]
     if not inside or not below:
-        return NOTHING
-    columns, table = aligned(parts)
+        return NOTHING, NOTHING
+    columns, table = aligned([(near[near["layer"] == p], column) for p in known])
 
-    def of(means: list) -> Any:
-        top, base = (np.max([means[i] for i in some], axis=0) for some in (inside, below))
-        return top / np.where(base > 0, base, np.nan)
+    def best(means: list, some: list[int]) -> Any:
+        return np.max([means[i] for i in some], axis=0)
 
-    return pooled(columns, table, of, seed) if len(table) else NOTHING
+    def ratio(means: list) -> Any:
+        base = best(means, below)
+        return np.where(base > 0, best(means, inside) / np.where(base > 0, base, 1), np.inf)
+
+    if not len(table) or not pooled(columns, table, lambda means: best(means, inside), seed).low > 0:
+        return NOTHING, NOTHING
+    gap_ = pooled(columns, table, lambda means: best(means, inside) - best(means, below), seed)
+    return pooled(columns, table, ratio, seed), gap_

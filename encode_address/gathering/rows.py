@@ -234,7 +234,7 @@ def _rows(
 
 def _answered(pair: ArmPair, arm: str, logits: Sequence[float]) -> dict[str, Any]:
     """What the model chose among the arm's candidates. `distracted` is the share of the other wrong answers: 1 / how many there
-    are, if one of them was chosen. `answer margin`: the logit of the redirected answer minus that of its own."""
+    are, if one of them was chosen. `margin.<outcome>`: its logit, or the mean of the others', minus that of the target's own answer."""
     choices, known = pair.target[arm].prompt.choices, outcomes_of(pair, arm)
     best = max(logits)
     chosen = choices[logits.index(best)] if sum(logit == best for logit in logits) == 1 else None
@@ -246,5 +246,7 @@ def _answered(pair: ArmPair, arm: str, logits: Sequence[float]) -> dict[str, Any
         if name != "kept":
             own = choices.index(known["kept"])
             row[f"margin.{name}"] = None if token is None else logits[choices.index(token)] - logits[own]
+    mean = sum(logits[choices.index(token)] for token in others) / len(others) if others else None
+    row["margin.others"] = None if mean is None else mean - logits[choices.index(known["kept"])]
     row["distracted"] = float(chosen in others) / len(others) if others else None
     return row
