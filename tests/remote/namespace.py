@@ -67,7 +67,7 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def end(pids: list[int], alive, patience: float = 5.0) -> list[int]:
+def end(pids: list[int], alive, patience: float = 2.0) -> list[int]:
     """Ask processes to end, then kill them; `alive()` lists those that are left. Returns the survivors."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + patience

@@ -224,6 +224,7 @@ class Stack:
             "NDIF_STATUS_TTL_S": "1",
             "GRPC_ENABLE_FORK_SUPPORT": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_prestart_worker_first_driver": "false",
             "RAY_memory_monitor_refresh_ms": "0",
         }
 
@@ -232,6 +233,7 @@ class Stack:
             self.processes[name] = subprocess.Popen(
                 command,
                 env={**self._environment(), **environment},
+                cwd=self.folder,  # Ray's workers import from where it was started
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
