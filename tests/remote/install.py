@@ -39,7 +39,8 @@ def install() -> None:
         return
     shutil.rmtree(FOLDER, ignore_errors=True)
     venv.create(FOLDER, with_pip=True)
-    (site := next(FOLDER.glob("lib/python3*/site-packages")), site / "client.pth")[1].write_text(client + "\n")
+    (site,) = FOLDER.glob("lib/python3*/site-packages")
+    (site / "client.pth").write_text(client + "\n")
     pip = [FOLDER / "bin/python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
     subprocess.run([*pip, *PACKAGES], check=True)
     subprocess.run([*pip, "--no-deps", "--ignore-requires-python", *PLAIN], check=True)
