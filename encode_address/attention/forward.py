@@ -17,15 +17,19 @@ each generation edit; exact where a family continues from its cache, and cheaper
 import nnsight
 import torch
 
-from encode_address.interventions import mixer_output, query_and_key, read_cache, value_of, write_cache
-from encode_address.interventions.attention import (
+from encode_address.interventions import (
     best_heads,
     exposed,
     keep_heads,
+    mixer_output,
     noise,
+    query_and_key,
+    read_cache,
     scores_of,
     sharpness,
     under,
+    value_of,
+    write_cache,
     write_outputs,
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any
@@ -18,6 +18,11 @@ from encode_address.tasks.probes import Probe, by_length, elsewhere, reach
 BOUNDARIES = ("split", "hf")
 NEW_TOKENS = 40  # of greedy decoding
 LATE = 8  # queries before the end whose choice of heads is compared from one to the next
+
+
+def _call(engine: Any, function: Callable[..., Any], *given: Any) -> Any:
+    """Run a function of `forward` where the model is."""
+    return function(engine.model, *given)
 
 
 def window_of(model: Any) -> int | None:
@@ -93,7 +98,7 @@ def _batch(
     choices = _even([probe.prompt.choices or (probe.answer[0],) for probe in probes]).to(device)
     columns = {span: _columns(probes, span).to(device) for arm in arms for span in arm.spans}
     first = ids.shape[1] - (boundary == "split")
-    asked = (model, ids, targets, choices, first, ops_of(model))
+    asked = (ids, targets, choices, first, ops_of(model))
     given = (columns, torch.tensor([probe.pair for probe in probes], device=device))
     layers = model.softmax_layers
     if not arms[0].together:
@@ -101,7 +106,7 @@ def _batch(
         later = [arm.generation.plain(layers) if arm.generation else {} for arm in arms]
         engine.count(ids[:, :first].numel())
         engine.count(len(later) * (ids.shape[1] - first + targets.shape[1] - 1) * len(ids))
-        said = forward.stepped(*asked, {forward.PREFILL: before, forward.GENERATION: later}, *given)
+        said = _call(engine, forward.stepped, *asked, {forward.PREFILL: before, forward.GENERATION: later}, *given)
         for arm, one in zip(arms, said):
             yield from _rows(model, arm, probes, one)
         return
@@ -111,7 +116,7 @@ def _batch(
         lent = torch.tensor([partner.prompt.ids for partner in partners], device=device) if _swaps(arm) else None
         edits = _edits(arm, layers)
         engine.count((ids.numel() + targets[:, :-1].numel()) * (1 if lent is None else 2))
-        yield from _rows(model, arm, probes, forward.whole(*asked, edits, *given, lent))
+        yield from _rows(model, arm, probes, _call(engine, forward.whole, *asked, edits, *given, lent))
 
 
 def _rows(model: Any, arm: Arm, probes: Sequence[Probe], said: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -166,13 +171,13 @@ def decoded_rows(
             first, numbers = ids.shape[1] - (boundary == "split"), torch.tensor([probe.pair for probe in batch])
             for arm in arms:
                 edits = _edits(arm, model.softmax_layers)
-                asked = (model, ids, count, first, ops_of(model), edits, {}, numbers.to(model.device), continues(model))
+                asked = (ids, count, first, ops_of(model), edits, {}, numbers.to(model.device), continues(model))
                 engine.count(
                     ids.numel() + count * len(ids)
                     if continues(model)
                     else count * (ids.numel() + len(ids) * count // 2)
                 )
-                for probe, tokens in zip(batch, forward.generated(*asked).tolist()):
+                for probe, tokens in zip(batch, _call(engine, forward.generated, *asked).tolist()):
                     said = model.tokenizer.decode(tokens, skip_special_tokens=True)
                     row = {
                         "pair": probe.pair,
@@ -255,4 +260,4 @@ def _ranked(engine: Any, probes: Sequence[Probe]) -> Iterator[tuple[list[Probe],
             targets = torch.tensor([probe.answer for probe in batch], device=model.device)
             needle = _columns(batch, "needle")[:, : ids.shape[1]].to(model.device)
             engine.count(ids.numel() + targets[:, :-1].numel())
-            yield batch, forward.ranked(model, ids, targets, ops, needle, LATE)
+            yield batch, _call(engine, forward.ranked, ids, targets, ops, needle, LATE)
