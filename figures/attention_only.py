@@ -65,18 +65,18 @@ def _figure(rows: pd.DataFrame, variant: str) -> Figure:
     figure, shown = _canvas(7.0, 4.0), metrics.select(rows, split="confirmation")
     shown = shown[shown["reach"] != "outside"]
     axes = figure.subplots(2, 3)
-    figure.subplots_adjust(left=0.085, right=0.985, top=0.83, bottom=0.115, wspace=0.42, hspace=0.75)
+    figure.subplots_adjust(left=0.085, right=0.985, top=0.87, bottom=0.115, wspace=0.42, hspace=0.75)
     heads = int(metrics.select(shown, part="sweep", by="intact")["k"].iloc[0])
     for one, phase in zip(axes[0], PHASES):
         _sweep(one, shown, heads, phase)
     axes[0, 0].set_ylabel("accuracy")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.085, 0.955), ncols=len(labels))
+    figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.085, 0.985), ncols=len(labels))
     _grid(axes[1, 0], metrics.select(shown, part="grid", span="needle", renorm=False))
     _scores(axes[1, 1], metrics.select(rows, split="discovery"))
     _curves(axes[1, 2], metrics.select(shown, part="curve", phase="generation"))
     for one, letter in zip(axes.flat, "abcdef"):
-        one.text(-0.04, 1.04, f"({letter})", transform=one.transAxes, ha="right", va="bottom", weight="bold")
+        one.text(-0.17, 1.05, f"({letter})", transform=one.transAxes, ha="right", va="bottom", weight="bold")
     n = metrics.select(shown, part="sweep")["pair"].nunique()
     figure.text(0.985, 0.985, f"{rows['model'].iloc[0]}, {variant}, n = {n} probes", ha="right", va="top", size=6.5)
     return figure
@@ -179,7 +179,7 @@ def _curves(axes: Any, rows: pd.DataFrame) -> None:
     axes.set_ylabel("accuracy")
     axes.set_ylim(-0.03, 1.03)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.15, 1.0), ncols=3, columnspacing=0.7)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.14, 1.01), ncols=3, columnspacing=0.6)
 
 
 def _maps(rows: pd.DataFrame, variant: str) -> Figure:

@@ -89,7 +89,8 @@ def test_each_kind_of_edit_moved_the_answer_and_nothing_kept_is_intact():
 
 def test_the_conclusion_and_the_refusal():
     found = result().found
-    assert found.conclusions["chat8"].status in ("holds", "undecided")  # few probes: intervals are wide
+    assert found.conclusions["chat8"].status == "undecided"
+    assert found.conclusions["chat8"].why.startswith("1 of 2 heads are 50% of a layer's, not 15%")
     assert "no heads 0.00" in found.conclusions["chat8"].why
     assert found.conclusions["mqar"].status == "undecided"
     assert found.conclusions["mqar"].why.startswith("INVALID task")
@@ -199,6 +200,7 @@ PAPER = {"intact": 1.0, "none": 0.0, "sharp": 0.98, "random 0": 0.5, "bottom": 0
         ({"sharp": 0.5}, "does not hold"),
         ({"twice": 0.4}, "does not hold"),
         ({"sharp": 0.82}, "undecided"),
+        ({"random 0": 0.98}, "undecided"),
         ({"intact": 0.5, "sharp": 0.5}, "undecided"),
     ],
 )

@@ -61,6 +61,7 @@ SHARE = 0.15  # of a layer's heads: the headline
 SEEDS = tuple(range(5))
 ALL_KS = 8  # of a model with no more heads a layer than this, every k is run
 GONE, KEPT = 0.1, 0.8  # of the intact accuracy: at most, and at least
+MOST = 0.25  # of a layer's heads: more than that is not "15 %", rounded up
 
 
 def task(
@@ -185,7 +186,8 @@ def headline_arms(heads: int, fixed: Mapping[int, tuple[Head, ...]]) -> tuple[Ar
 def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     """The paper's headline, at generation: nothing with no heads, nearly all with the sharpest 15 %, and no rescue by a second statement.
 
-    GONE and KEPT are shares of the intact accuracy, on needles that attention reaches. Refused where the model does not do the task.
+    GONE and KEPT are shares of the intact accuracy, on needles that attention reaches. Undecided where the model does not do the task, where
+    a layer has so few heads that the least number of them is more than MOST, and where random heads do as well as the sharpest.
     """
     rows = select(rows, experiment=NAME, split="confirmation")
     outside, rows = select(rows, reach="outside"), rows[~rows["reach"].isin(["outside", "edge"])]
@@ -208,6 +210,8 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     still = select(rows, part="linear", linear="zero", block="all", phase="generation")
     linear = estimate(*_of(still))
     figures["linear mixers zeroed at generation"] = str(linear)
+    for by, own in select(rows, part="decoded").groupby("by", sort=False):
+        figures[f"greedy decoding contains the needle, {by}"] = str(estimate(own["contains"], own["pair"]))
     over = ahead(rows, k)
     figures["sharpest minus random"] = str(over)
     why = (
@@ -217,10 +221,18 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     )
     if setting.options.get("boundary") == "hf" and rows["answer_tokens"].max() == 1:
         return Conclusion("undecided", f"boundary hf: an answer of one token is said by the prefill; {why}", figures)
-    claims = [shares["none"].high <= GONE, shares["sharp"].low >= KEPT, doubled.n == 0 or again.high <= GONE]
     against = [shares["none"].low > GONE, shares["sharp"].high < KEPT, doubled.n > 0 and again.low > GONE]
-    status = "does not hold" if any(against) else "holds" if all(claims) else "undecided"
-    return Conclusion(status, why, figures)
+    if any(against):
+        return Conclusion("does not hold", why, figures)
+    open_ = {
+        f"{k} of {heads} heads are {k / heads:.0%} of a layer's, not {SHARE:.0%}": k / heads > MOST,
+        "random heads do as well as the sharpest": not over.low > 0,
+        "the intervals are too wide": not (
+            shares["none"].high <= GONE and shares["sharp"].low >= KEPT and (doubled.n == 0 or again.high <= GONE)
+        ),
+    }
+    reasons = [reason for reason, is_so in open_.items() if is_so]
+    return Conclusion("undecided" if reasons else "holds", "; ".join([*reasons, why]), figures)
 
 
 def at(rows: pd.DataFrame, by: str, k: int, phase: str, part: str = "sweep") -> Estimate:
