@@ -161,6 +161,7 @@ def _scores(axes: Any, rows: pd.DataFrame) -> None:
         for x, y, head in sorted(both, key=lambda one: -one[1])[:2] if column == "retrieval" else ():
             axes.annotate(names[head], (x, y), (3, 2), textcoords="offset points", size=6)
     axes.axhline(0, color=figures.DARK, linewidth=0.5, zorder=0)
+    axes.margins(y=0.14)
     axes.set_xlim(-0.03, 1.03)
     axes.set_xlabel("score of a head")
     axes.set_ylabel("nats lost without it")

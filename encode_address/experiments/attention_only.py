@@ -138,11 +138,14 @@ class _Work:
 
 
 def rankings(found: pd.DataFrame, silenced: pd.DataFrame, every: Sequence[Head]) -> dict[str, list[Head]]:
-    """Orders of all heads, the best first: by sharpness, needle mass, retrieval score, by what silencing a head alone costs (log-probability of
-    the answer, both phases), the last one's inverse, and five at random."""
+    """Orders of all heads, the best first: by sharpness, needle mass, retrieval score (among equal ones by mass), by what silencing a head alone
+    costs (log-probability of the answer, both phases), the last one's inverse, and five at random."""
     scores = {name: found.groupby(["layer", "head"])[name].mean() for name in ("sharpness", "mass", "retrieval")}
     scores["drop"] = drop_of(silenced, "both")
-    out = {name: sorted(every, key=lambda head, s=score: (-s[head], head)) for name, score in scores.items()}
+    mass = scores["mass"]
+    out = {
+        name: sorted(every, key=lambda head, s=score: (-s[head], -mass[head], head)) for name, score in scores.items()
+    }
     out["inverse"] = out["drop"][::-1]
     return out | {f"random {seed}": random.Random(f"heads {seed}").sample(every, len(every)) for seed in SEEDS}
 
@@ -189,7 +192,8 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     GONE and KEPT are shares of the intact accuracy, on needles that attention reaches. Undecided where the model does not do the task, where
     a layer has so few heads that the least number of them is more than MOST, and where random heads do as well as the sharpest.
     """
-    rows = select(rows, experiment=NAME, split="confirmation")
+    rows = select(rows, experiment=NAME)
+    found, rows = select(rows, part="heads"), select(rows, split="confirmation")
     outside, rows = select(rows, reach="outside"), rows[~rows["reach"].isin(["outside", "edge"])]
     plain = select(rows, part="sweep", by="intact")
     if plain.empty:
@@ -212,6 +216,10 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     figures["linear mixers zeroed at generation"] = str(linear)
     for by, own in select(rows, part="decoded").groupby("by", sort=False):
         figures[f"greedy decoding contains the needle, {by}"] = str(estimate(own["contains"], own["pair"]))
+    if len(found):
+        scores = found.groupby(["layer", "head"])["retrieval"].mean()
+        layer, head = map(int, scores.idxmax())
+        figures["highest retrieval score"] = f"{scores.max():.2f} (L{layer}H{head})"
     over = ahead(rows, k)
     figures["sharpest minus random"] = str(over)
     why = (
