@@ -115,13 +115,8 @@ def run(
         return typer.echo(lab.listing())
     if experiment is None or model is None:
         raise EncodeAddressError("say which experiment and which model: encode-address run transplant --model tiny-gdn")
-    own = {
-        "data": data,
-        "knowledge": knowledge,
-        "normalisation": normalisation,
-        "boundary": boundary,
-        "lengths": lengths,
-    }
+    own = {"data": data, "knowledge": knowledge, "normalisation": normalisation}
+    own |= {"boundary": boundary, "lengths": lengths}
     own = {option: value for option, value in own.items() if value is not None}
     lab.options_of(experiment, own)  # before a model is loaded
     loaded = load(model, device=device, dtype=dtype, revision=revision)

@@ -130,6 +130,7 @@ def whole(model, ids, targets, choices, first, ops, edits, columns, rows, donors
     Returns for each of the m answer tokens what was said, side by side: `predicted`, `log_prob`, `rank`, `finite` (n, m); `choices` (n, c)
     of the first; `spoke` (see `edit_layers`). `donors` (n, P): the prompts whose mixer outputs a swap takes.
     """
+    touch(model, ops)
     m = targets.shape[1]
     logits, spoke = over(model, torch.cat([ids, targets[:, :-1]], 1), m, first, ops, edits, columns, rows, donors)
     steps = [said(logits[:, i], targets[:, i], choices if i == 0 else None) for i in range(m)]
@@ -141,6 +142,7 @@ def stepped(model, ids, targets, choices, first, ops, edits, columns, rows):
 
     Returns a list, one entry per generation edit, as `whole` returns it.
     """
+    touch(model, ops)
     m, end = targets.shape[1], ids.shape[1]
     cache, logits = prefilled(model, ids[:, :first], ops, edits.get(PREFILL), columns, rows)
     saved, every = read_cache(cache), torch.arange(len(ids), device=ids.device)
@@ -163,6 +165,7 @@ def generated(model, ids, count, first, ops, edits, columns, rows, continues):
 
     `continues`: the family continues from its cache; otherwise every token is one whole forward.
     """
+    touch(model, ops)
     full, end = ids, ids.shape[1]
     if continues:
         cache, logits = prefilled(model, ids[:, :first], ops, edits.get(PREFILL), columns, rows)
@@ -173,6 +176,12 @@ def generated(model, ids, count, first, ops, edits, columns, rows, continues):
             logits = step(model, cache, full[:, -1:], position, ops, edits.get(GENERATION), columns, rows)[0]
         full = torch.cat([full, logits.argmax(-1).to(full)[:, None]], 1)
     return full[:, end:]
+
+
+def touch(model, ops):
+    """Before any trace: nnsight instruments only modules that none has entered."""
+    for layer in ops:
+        model.layers[layer].mixer.source  # noqa: B018
 
 
 def over(model, ids, m, first, ops, edits, columns, rows, donors=None):
@@ -199,10 +208,8 @@ def prefilled(model, ids, ops, edit, columns, rows):
 
 def step(model, cache, token, position, ops, edit, columns, rows):
     """One more token (n, 1) at `position` from a cache, under a generation edit: logits (n, vocab), and which heads spoke."""
-    # Without a mask of full length nnsight makes one of one token, and the softmax layers mask wrongly, silently.
-    mask = torch.ones(len(token), position + 1, dtype=torch.long, device=token.device)
-    known = {"input_ids": token, "attention_mask": mask, "position_ids": torch.full_like(token, position)}
-    with torch.no_grad(), model.lm.trace(**known, cache=cache, use_cache=True, logits_to_keep=1) as tracer:
+    known = model.continuation(token, position + 1, cache)
+    with torch.no_grad(), model.lm.trace(**known, logits_to_keep=1) as tracer:
         seen = nnsight.save({})
         edits = {GENERATION: edit}
         seen["spoke"] = edit_layers(model, ops, edits, 0, 1, columns, rows, position, len(token))
@@ -226,6 +233,7 @@ def ranked(model, ids, targets, ops, needle, late):
     attended key, in the needle, is (arXiv 2404.15574, teacher-forced); and `late` (n, layers, heads, queries), the sharpness of each of
     the last `late` queries, or of all that say the answer where these are more.
     """
+    touch(model, ops)
     n, m = targets.shape
     full = torch.cat([ids, targets[:, :-1]], 1)
     where = torch.cat([needle, torch.zeros_like(targets[:, :-1], dtype=torch.bool)], 1)

@@ -22,7 +22,7 @@ LATE = 8  # queries before the end whose choice of heads is compared from one to
 
 def _call(engine: Any, function: Callable[..., Any], *given: Any) -> Any:
     """Run a function of `forward` where the model is."""
-    return function(engine.model, *given)
+    return engine.ask(engine.model, function, given)
 
 
 def window_of(model: Any) -> int | None:
