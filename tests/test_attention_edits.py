@@ -133,7 +133,7 @@ def test_recomputed_attention_is_eager_attention(each):
     with torch.no_grad(), model.trace(ids):
         got = nnsight.save({})
         for i in model.softmax_layers:
-            got[i] = scores_of(model.layers[i].mixer, ops[i]).softmax(-1)
+            got[i] = scores_of(model.layers[i].mixer, ops[i], slice(None)).softmax(-1)
     first, *later = model.softmax_layers
     assert (got[first] - want[first]).abs().max() <= 1e-6
     for layer in later:  # what enters them has passed another kernel of the layer before

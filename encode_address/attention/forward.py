@@ -3,9 +3,9 @@
 A phase is a set of query positions: those before `first` are *prefill*, the others *generation*. `first` is the last token of the
 prompt, which so gets a step of its own, or (`boundary="hf"`) the token after it. An edit of a phase is a dict, all of whose entries may be missing:
 
-    k, by, seed    the k best heads of every layer and query speak (`by` as in `interventions.attention.RANKED`); k = 0: none
+    k, by, seed    the k best heads of every layer and query speak (`by`: sharp, l2, bottom or random); k = 0: none
     heads          layer -> the heads that speak there; layers that are not named keep all
-    mode, span     which keys a query may see (`EXPOSED`): those of `columns[span]`; `renorm` as in `exposed`
+    mode, span     which keys a query may see, by those of `columns[span]`; `renorm`: both as in `interventions.exposed`
     linear         layer -> "zero", "freeze" (what the mixer put out at the last prefill token) or "swap" (what it puts out in another
                    context: the row's donor)
 

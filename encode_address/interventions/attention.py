@@ -1,4 +1,4 @@
-"""Edits of softmax attention by query: which heads speak, and which keys they may see (arXiv 2510.19861, section "methods").
+"""Edits of softmax attention by query: which heads speak, and which keys they may see (arXiv 2510.19861).
 
 Notation, per layer: p[b, h, t, s] the weights that query t gives key s, v[b, h, s] the values, o[b, t, h] = sum_s p v; heads are
 concatenated and projected by W_o. Head edits set o[b, t, h] := 0 in the input of W_o (its bias, where it has one, stays; an output gate has
@@ -9,9 +9,6 @@ import torch
 
 from encode_address.interventions.heads import head_outputs
 from encode_address.interventions.query_key import query_and_key
-
-RANKED = ("sharp", "l2", "bottom", "random")  # how a query chooses its heads
-EXPOSED = ("omit", "only", "balanced", "null")  # which keys a query may see
 
 
 def attention_scores(query, key, scaling, window=None):
@@ -28,7 +25,7 @@ def attention_scores(query, key, scaling, window=None):
     return scores.masked_fill(hidden, float("-inf"))
 
 
-def scores_of(mixer, op, queries=slice(None)):
+def scores_of(mixer, op, queries):
     """`attention_scores` of what a softmax layer's attention call receives, of its `queries` alone (a slice)."""
     query, key, scaling = query_and_key(mixer, op)
     window = getattr(mixer.source, op).inputs[1].get("sliding_window")
@@ -65,7 +62,7 @@ def best_heads(scores, k):
     return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, True)
 
 
-def keep_heads(mixer, kept, heads, queries=slice(None)):
+def keep_heads(mixer, kept, heads, queries):
     """The outputs of heads that are not `kept` (batch or 1, heads, queries or 1) := 0 at `queries` (a slice)."""
     outputs = head_outputs(mixer, heads)[:, queries]
     outputs.masked_fill_(~kept.transpose(1, 2)[..., None].to(outputs.device), 0)
@@ -79,8 +76,8 @@ def exposed(scores, columns, mode, renorm=False):
     and the others get 0. `renorm`: what is left sums to one again, as if the keys were masked (the paper: False). A query that
     may see none of what is left has no weights, and its heads give 0. Raises ValueError for another mode.
     """
-    if mode not in EXPOSED:
-        raise ValueError(f"unknown mode {mode!r}: use one of {', '.join(EXPOSED)}")
+    if mode not in ("omit", "only", "balanced", "null"):
+        raise ValueError(f"unknown mode {mode!r}: use omit, only, balanced or null")
     weights, inside = scores.softmax(-1), columns[:, None, None].to(scores.device, torch.bool)
     if mode == "null":
         return torch.zeros_like(weights)
@@ -103,7 +100,7 @@ def under(weights, value):
     return torch.einsum("bhqk,bhkd->bqhd", weights, value.float())
 
 
-def write_outputs(mixer, op, new, queries=slice(None)):
+def write_outputs(mixer, op, new, queries):
     """What the attention call returns at `queries` (a slice) := `new` (batch, queries, heads, d)."""
     output = getattr(mixer.source, op).output[0]
     output[:, queries] = new.to(output)
