@@ -97,6 +97,8 @@ def test_the_conclusion_and_the_refusal():
     assert set(select(found.table, variant="mqar")["part"]) == {"sweep", "twice"}, "nothing else was run"
     verdict = json.loads((found.folder / "verdict.json").read_text())
     assert verdict["options"]["boundary"] == "split"
+    run = json.loads((found.folder / "manifest.json").read_text())["this_run"]
+    assert run["tokens_planned"] == run["tokens_forwarded"]
     drawn = [path.name for path in draw_all(found.folder)]
     assert "attention-only-chat8.png" in drawn
     summary = pd.read_csv(found.folder / "summary.csv")

@@ -42,15 +42,20 @@ def ops_of(model: Any) -> dict[int, str]:
     return {layer: model.attention_op(layer) for layer in model.softmax_layers}
 
 
-def tokens_of(model: Any, probes: Sequence[Probe], arms: Sequence[Arm]) -> int:
+def tokens_of(model: Any, probes: Sequence[Probe], arms: Sequence[Arm], boundary: str = "split") -> int:
     """The tokens that `measured` forwards."""
     total = 0
     for own in _kinds(model, arms):
         for probe in probes if own else ():
             prompt = probe.repeated if own[0].twice else probe.prompt
-            length, m = len(prompt) if prompt else 0, len(probe.answer)
-            one = length + m - 1
-            total += sum(one * (2 if _swaps(arm) else 1) for arm in own) if own[0].together else length + m * len(own)
+            if prompt is None:
+                continue
+            length, m = len(prompt), len(probe.answer)
+            if own[0].together:
+                total += sum((length + m - 1) * (2 if _swaps(arm) else 1) for arm in own)
+            else:
+                last = boundary == "split"  # a step of the last token for every arm, or one prefill with it
+                total += length - last + (m - 1 + last) * len(own)
     return total
 
 

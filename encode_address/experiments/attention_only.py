@@ -126,7 +126,7 @@ class _Work:
 
     def measured(self, part: str, probes: Sequence[Probe], arms: Sequence[Arm]) -> Reading:
         read = partial(measured, probes=probes, arms=arms, boundary=self.boundary)
-        tokens = tokens_of(self.setting.model, probes, arms)
+        tokens = tokens_of(self.setting.model, probes, arms, self.boundary)
         return self.reading(part, probes, read, (tuple(arms), self.boundary), tokens)
 
     def reading(self, part: str, probes: Sequence[Probe], read: Any, settings: tuple = (), tokens: int = -1) -> Reading:
