@@ -87,12 +87,19 @@ def test_training_draws_other_instances_every_time_of_both_pools_in_other_orders
 @pytest.mark.parametrize("separators", [False, True])
 def test_the_guide_looks_at_where_the_answer_is_printed(separators):
     instances = arms._arms("list8", "A").instances(3, 5)
-    printed = {"automatic": 1, "report": 2, "flexible": 1, "supplied": 2}  # also in the question, also in the note
+    printed = {
+        "automatic": 1,
+        "report": 2,
+        "flexible": 1,
+        "control": 1,
+        "supplied": 2,
+    }  # report: and in the question ...
     for arm in ARMS:
         batch = arms.armed(instances, [arm])
         weights = torch.ones(3, 2, len(batch.ids[0]) - 1, len(batch.ids[0]) - 1)  # so that the mass counts positions
-        expected = [printed[arm] * (1 + separators)] * 3 if arm in printed else []  # yes and no are printed nowhere
-        assert batch.mass(weights, separators).tolist() == expected
+        assert batch.mass(weights, separators).tolist() == [printed[arm] * (1 + separators)] * 3
+        if arm == "control":
+            assert {NAMES[i] for i in batch.ids[:, batch.marker].tolist()} <= {"secret", "hidden"}
     order = ["report", "flexible"]
     batch = arms.armed(instances, order)
     weights = torch.zeros(3, 2, batch.ids.shape[1] - 1, batch.ids.shape[1] - 1)

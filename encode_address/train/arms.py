@@ -28,12 +28,13 @@ class Armed:
     """Instances of one variant, each asked in some of its arms one after the other, every answer given before the next note.
 
     `ids` (instances, positions); `turns`: by arm the position whose next token is its answer; `choices`: by arm the tokens to
-    choose from (instances, candidates).
+    choose from (instances, candidates); `marker`: the marker's position.
     """
 
     ids: torch.Tensor
     turns: dict[str, int]
     choices: dict[str, torch.Tensor]
+    marker: int
 
     @property
     def at(self) -> list[int]:
@@ -53,11 +54,14 @@ class Armed:
         return out
 
     def mass(self, weights: torch.Tensor, separators: bool) -> torch.Tensor:
-        """Attention (instances, heads, positions, positions) of `at` on where the answer is printed up to there, and with
-        `separators` on the token after it; mean over heads, of the answers that are printed: (answers,)."""
+        """Attention (instances, heads, positions, positions) of `at` on what the answer is read from: where it is printed up to
+        there, or the marker (control); with `separators` on the token after it too. Mean over heads, of the answers that can be
+        read: (answers,)."""
         rows = weights[:, :, self.at].mean(1)
         past = torch.arange(rows.shape[-1]) <= torch.tensor(self.at)[:, None]
         on = (self.ids[:, None, : rows.shape[-1]] == self.answers[..., None]) & past
+        if "control" in self.turns:
+            on[:, [*self.turns].index("control"), self.marker] = True
         printed = on.any(-1)
         if separators:
             on[..., 1:] |= on[..., :-1].clone()
@@ -81,6 +85,7 @@ def armed(instances: Sequence[Instance], order: Sequence[str]) -> Armed:
         torch.tensor(rows),
         {arm: length - 1 + turn * step for turn, arm in enumerate(order)},
         {arm: torch.tensor([instance[arm].prompt.choices for instance in instances]) for arm in order},
+        min(first.span("marker")),
     )
 
 

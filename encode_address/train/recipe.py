@@ -150,7 +150,7 @@ def _arms_stage(grown: Stage) -> Stage:
     return replace(
         grown,
         name="arms",
-        steps=2400,
+        steps=1800,
         muon=0.01,
         adam=2e-3,
         text=0.15,
