@@ -88,6 +88,11 @@ def carrier(made: Arms) -> str:
     return "passage" if made.family == "class" else "asked"
 
 
+def carrier_said(rows: pd.DataFrame) -> str:
+    """That span, from rows; "" where its patches were not run."""
+    return next((where for where in ("passage", "asked") if len(select(rows, position=where))), "")
+
+
 def main_rows(rows: pd.DataFrame, arm: str = MAIN, donor: str = "donor") -> pd.DataFrame:
     """An arm's grid at the last position under one sort of donor, its unpatched runs included."""
     some = select(rows, experiment="gathering", arm=arm, donor=donor)

@@ -103,16 +103,16 @@ def grid_readings(
         read = partial(
             read_grid, pairs=pairs, arm=arm, sites=some, donor=donor, lens=lens, span=span, where=where, seed=seed
         )
-        forwards = tokens_for(sum(map(len, prompts[::2])), len(pairs), len(some), path, donor)
+        forwards = sum(tokens_for(sum(map(len, prompts[::2])), len(pairs), len(some), path, donor))
         settings = (tuple(site.name for site in some), lens.settings, span, seed)
         yield Reading("grid", prompts, read, own, settings, forwards)
 
 
-def tokens_for(tokens: int, n: int, sites: int, path: str, donor: str) -> int:
-    """Tokens forwarded for targets of `tokens` in all: what is exchanged is read once, then the targets run once per site and once
-    without. Of states, only the last token runs again."""
-    captured = tokens * (2 if DONOR_RUNS[donor] else 1) if sites else 0
-    return captured + (1 + sites) * (n if path == "state" else tokens)
+def tokens_for(tokens: int, n: int, sites: int, path: str, donor: str) -> list[int]:
+    """Tokens of each trace for `n` targets of `tokens` in all: what is exchanged is read once, then the targets run without a patch and once
+    per site. Of states, only the last token runs again."""
+    captured = [tokens * (2 if DONOR_RUNS[donor] else 1)] if sites else []
+    return captured + [n if path == "state" else tokens] * (1 + sites)
 
 
 class KeptLens:
@@ -174,7 +174,8 @@ def read_grid(
             model, **given, sites=places.plain(model, sites), lens=lenses.plain(fitted), kind=kind, seed=seed + start
         )
         path = "state" if run is patch_states else "full"
-        engine.count(tokens_for(given["hosts"].numel(), len(some), len(sites), path, donor))
+        for tokens in tokens_for(given["hosts"].numel(), len(some), len(sites), path, donor):
+            engine.count(tokens)
         rows += _rows(model, some, arm, sites, seen, fitted)
     return rows
 
