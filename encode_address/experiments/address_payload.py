@@ -55,7 +55,7 @@ def steps(setting: Setting) -> Iterator[Reading]:
     model, made = setting.model, setting.task
     labels = labels_of(setting)
     lens = KeptLens(model, made, setting.text, setting.options["lens"], setting.folder)
-    yield lens.reading(labels)
+    yield from lens.readings(labels)
     sites = sites_of(model, ("mixer",))
     block = address_of(setting)
     sites += [block] if block is not None and len(block.layers) > 1 else []
@@ -157,6 +157,7 @@ def _timed(
         f"{pooling.two_way(select(payload, read=reader), select(payload, read=reader)['dM.carried'])} at L{reader}; the key itself "
         + (f"becomes readable before the reader ({', '.join(rises)})" if rises else "does not become readable through the lens before it")
         + (f" and less so at {', '.join(falls)}" if falls else "")
+        + ("" if last > reader else f"; L{reader} is the last layer, where the readout is the model's own answer and no longer a lens")
     )  # fmt: skip
     problems = [f"at L{r} {e} of it is readable already" for r, e in before.items() if e.low > LITTLE]
     open_ = [f"L{r} {e}" for r, e in before.items() if e.high > LITTLE >= e.low]

@@ -56,7 +56,7 @@ def steps(setting: Setting) -> Iterator[Reading]:
     """The unpatched arms first: what follows runs in those that are solved."""
     model, made, labels = setting.model, setting.task, labels_of(setting, "gathering")
     lens = KeptLens(model, made, setting.text, setting.options["lens"], setting.folder)
-    yield lens.reading(labels)
+    yield from lens.readings(labels)
     span, seed, pairs = int(setting.options["span"] or 1), setting.seed, made.pairs(setting.n, setting.seed)
     seen = []
     for arm in ARMS:

@@ -123,18 +123,18 @@ class KeptLens:
         self._lens: Lens | None = None
         self.settings = (kind, task.variant, text.sha256, lenses.INSTANCES, lenses.LINES, lenses.SKIP, lenses.LONGEST)
 
-    def reading(self, labels: Mapping[str, Any]) -> Reading:
-        """How far the halves of its fit agree, a row per layer; none for a logit lens, which is fitted on nothing."""
-        _, task, text, _, _ = self._made
-        prompts = [] if self.settings[0] == "logit" else [Prompt(ids) for ids in lenses.prompts_for(task, text)]
-        return Reading(
-            "lens", prompts, self._reliability, {**labels, "part": "lens", "lens": self.settings[0]}, self.settings
-        )
+    def readings(self, labels: Mapping[str, Any]) -> Iterator[Reading]:
+        """How far the halves of its fit agree, a row per layer; nothing for a logit lens, which is fitted on nothing."""
+        _, task, text, kind, _ = self._made
+        if kind == "logit":
+            return
+        prompts = [Prompt(ids) for ids in lenses.prompts_for(task, text)]
+        yield Reading("lens", prompts, self._reliability, {**labels, "part": "lens", "lens": kind}, self.settings)
 
     def _reliability(self, engine: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        engine.count(sum(map(len, prompts)))
-        lens = self()
-        return lens.reliability().to_dict("records") if lens.kind != "logit" else []
+        for prompt in prompts:  # one trace each; its backward passes are not forwarded tokens
+            engine.count(len(prompt))
+        return self().reliability().to_dict("records")
 
     def __call__(self) -> Lens:
         if self._lens is None:
@@ -184,6 +184,10 @@ def _inputs(pairs: Sequence[ArmPair], arm: str, lens: Lens, span: int, where: st
     """What a batch's forwards are given, as plain tensors."""
     target, donor = ([getattr(p, side)[arm].prompt for p in pairs] for side in ("target", "donor"))
     if where == "final":
+        if not 0 < span <= min(len(p) for p in (*target, *donor)):
+            raise RunError(
+                f"a span of {span} positions does not fit prompts of {len(target[0])} tokens: use a smaller --span"
+            )
         at = [[[len(p) - span + i for i in range(span)] for p in some] for some in (target, donor)]
     else:
         at = [[list(p.span(where)) for p in some] for some in (target, donor)]
