@@ -261,8 +261,8 @@ class HybridModel:
         """The keywords of a trace of one more token (batch, 1) each, of prompts of `length`, from their prefixes' cache."""
         return continuation(last.to(self.device), length, cache)
 
-    def stop(self, tracer: Any, last: int) -> None:
-        """At the end of a trace: nothing above layer `last` is needed, so it does not run here. On a server it does: in a
+    def stop(self, tracer: Any) -> None:
+        """At the end of a trace: the layers above are not needed, so they do not run here. On a server they do: in a
         sandbox nothing can follow a trace that stopped."""
         tracer.stop()
 
@@ -375,7 +375,7 @@ def _view(lm: Any, facts: dict[str, Any]) -> types.SimpleNamespace:
             return lm.trace(**kwargs)
         return lm.trace(prompts, **kwargs)
 
-    def stop(tracer, last):
+    def stop(tracer):
         pass
 
     def prefix(ids):

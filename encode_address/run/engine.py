@@ -164,21 +164,22 @@ class Engine:
 
     def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:
         """Run a plan; when memory runs out, plan what is left with smaller batches."""
-        current, finished = first, set()
+        current, finished, elsewhere = first, set(), self.ask is not session.here
         while True:
             try:
-                for job in [[one] for one in current.bundles] if self.ask is session.here else current.jobs:
-                    bundle = max(job, key=lambda one: one.length)
-                    for batch, seen in self._bundle(bundle) if self.ask is session.here else self._job(job):
-                        yield batch, seen
-                        finished.update(cell.work for cell in batch)
+                for job in current.jobs if elsewhere else [[one] for one in current.bundles]:
+                    for step, value in self._asked(job) if elsewhere else self._streamed(job[0]):
+                        for batch, seen in self._seen(step, value):
+                            yield batch, seen
+                            finished.update(cell.work for cell in batch)
                 return
             except Exception as error:
                 if not out_of_memory(error):
                     raise
-                if max(self.limits.rows(bundle.path, bundle.length), self.limits.tokens // bundle.length) <= 1:
+                length, limits = max(one.length for one in job), self.limits
+                if all(max(limits.rows(one.path, one.length), limits.tokens // one.length) <= 1 for one in job):
                     raise RunError(
-                        f"out of memory with one prompt of {bundle.length} tokens: use --dtype bfloat16, shorter prompts, "
+                        f"out of memory with one prompt of {length} tokens: use --dtype bfloat16, shorter prompts, "
                         "or a device with more memory"
                     ) from error
             gc.collect()
@@ -195,33 +196,36 @@ class Engine:
             rest = {work: entry for work, entry in works.items() if work not in finished}
             current = self._plan(rest)
 
-    def _bundle(self, bundle: Bundle) -> Iterator[tuple[Sequence[Cell], dict]]:
-        """Run the steps of a bundle: of each that measures, its cells and what was seen."""
+    def _streamed(self, bundle: Bundle) -> Iterator[tuple[Step, dict | None]]:
+        """The steps of a bundle with what they saw, one after the other."""
         bank: dict[str, Any] = {}
         for step in PATHS[bundle.path](self, bundle):
             self.count(step.tokens, step.layers)
-            yield from self._seen(step, run_step(self.model, step.data, bank))
+            yield step, run_step(self.model, step.data, bank)
 
-    def _job(self, bundles: Sequence[Bundle]) -> Iterator[tuple[Sequence[Cell], dict]]:
-        """The same of several bundles at once, where the model is: only what was seen comes back."""
-        steps = [list(PATHS[bundle.path](self, bundle)) for bundle in bundles]
-        sourced = sorted({layer for some in steps for step in some for layer in step.sourced})
+    def _asked(self, job: Sequence[Bundle]) -> Iterator[tuple[Step, dict | None]]:
+        """The same of several bundles, run at once where the model is: only what was seen comes back."""
+        steps = [list(PATHS[bundle.path](self, bundle)) for bundle in job]
+        every = [step for some in steps for step in some]
+        for step in every:
+            self.count(step.tokens, step.layers)
+        sourced = sorted({layer for step in every for layer in step.sourced})
         seen = self.ask(self.model, run_bundles, ([[step.data for step in some] for some in steps], sourced))
-        for some, values in zip(steps, seen):
-            for step, value in zip(some, values):
-                self.count(step.tokens, step.layers)
-                yield from self._seen(step, value)
+        yield from zip(every, (value for values in seen for value in values))
 
     def _seen(self, step: Step, seen: dict[str, Any] | None) -> Iterator[tuple[Sequence[Cell], dict]]:
-        """What a step saw, by cells, verified."""
-        self._landed(step, seen or {})
-        for cells, part in step.results(seen) if step.cells else ():
-            values = part["loss"]["loss"] if "loss" in part else part["answer"]["finite"] if "answer" in part else None
-            if values is not None and not bool(
-                torch.isfinite(values.float()).all() if "loss" in part else values.all()
-            ):
-                self._not_finite(step, cells)
-            yield cells, part
+        """What a step saw, by cells. Raises RunError for logits that are no numbers, and for an edit that did not fire."""
+        parts = list(step.results(seen)) if step.cells else []
+        named = [(layer, self._named(served[0])) for (layer, *_), served in step.writes]
+        for _, part in parts:
+            measured = torch.isfinite(part["loss"]["loss"]) if "loss" in part else part.get("answer", {}).get("finite")
+            if measured is not None and not bool(measured.all()):
+                what = named[0][1] if named else self.model.name
+                raise RunError(f"NaN or infinite logits: {what}; try --dtype float32")
+        for number, (layer, what) in enumerate(named):
+            if not bool(seen["landed"][number]):
+                raise RunError(f"the intervention did not fire: what {what} wrote does not stand at layer {layer}")
+        yield from parts
 
     def _fitting(self, cells: Sequence[Cell]) -> tuple[Sequence[Cell], str]:
         family = self.model.family
@@ -274,20 +278,6 @@ class Engine:
         if self.text is None:
             raise RunError("mean removal needs a text: pass --text")
         return self.text.chunks(self.model.tokenizer, "train", n=self.text.count)
-
-    def _landed(self, step: Step, seen: Mapping[str, Any]) -> None:
-        """Raise RunError for an edit that did not fire."""
-        for number, ((layer, *_), served) in enumerate(step.writes):
-            if not bool(seen["landed"][number]):
-                what = self._named(served[0])
-                raise RunError(f"the intervention did not fire: what {what} wrote does not stand at layer {layer}")
-
-    def _not_finite(self, step: Step, cells: Sequence[Cell]) -> None:
-        """Raise RunError for logits that are no numbers."""
-        edits = (edit for cell in cells for edit in (*cell.edits, *(e for _, some in step.writes for e in some)))
-        first = next(edits, None)
-        what = self._named(first) if first else self.model.name
-        raise RunError(f"NaN or infinite logits: {what}; try --dtype float32")
 
     def _named(self, edit: Edit) -> str:
         return f"{edit.verb} {edit.mode} at layers {layers_said(edit.layers) or '-'} ({self.model.name})"

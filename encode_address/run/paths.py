@@ -213,7 +213,7 @@ def _taken(
         for site, layer in sites
     ]
     batch = _last(prompts, row) if short else {"ids": ids_of(prompts)}
-    data = batch | {"do": "take", "edits": [edit for edit, _ in plan], "takes": takes, "last_layer": last}
+    data = batch | {"do": "take", "edits": [edit for edit, _ in plan], "takes": takes}
     return Step(data, len(runs) * (1 if short else len(prompts[0])), 1 + last, writes=plan)
 
 

@@ -52,12 +52,12 @@ def run_prefix(model, step, bank):
 
 def run_take(model, step, bank):
     """What donors have. Returns whether the edits of their own runs stand."""
-    layers, embed, takes, last = model.layers, model.embed, step["takes"], step["last_layer"]
+    layers, embed, takes = model.layers, model.embed, step["takes"]
     edits, trace = found_in(bank, step["edits"]), begin(model, step, bank)
     with torch.no_grad(), trace as tracer:
         seen = nnsight.save({})
         seen.update(apply_edits(layers, embed, edits, {}, None, takes))
-        model.stop(tracer, last)
+        model.stop(tracer)
     known = bank.setdefault("taken", {})
     for what, values in seen["taken"].items():
         known[what] = torch.cat([known[what], values]) if what in known else values
@@ -74,7 +74,7 @@ def run_enter(model, step, bank):
                 seen["residual"][i] = layers[i].input.clone()
             if i in watch:
                 seen["attention"][i] = entry_attention(layers[i].mixer, watch[i], entries)
-        model.stop(tracer, starts[-1])
+        model.stop(tracer)
     for name, values in seen.items():
         kept = bank.setdefault(name, {})
         for layer, value in values.items():
@@ -97,7 +97,7 @@ def run_answer(model, step, bank):
             seen["answer"] = answer(tracer.result.logits[:, -1], tokens)
         else:
             seen["answer"] = answer(truncated_logits(layers[last], norm, head, scaling, cap=cap), tokens)
-            model.stop(tracer, last)
+            model.stop(tracer)
     below = {layer: of_rows(bank["attention"][layer], step["entered"]) for layer in step["below"]}
     return {"answer": seen["answer"], "attention": {**seen["attention"], **below}, "landed": seen["landed"]}
 
@@ -136,7 +136,7 @@ def run_read(model, step, bank):
                     seen["loss"][i] = of_rows(next_token_loss(logits, ids), rows)
                 else:
                     seen["answer"][i] = answer(of_rows(logits, rows), tokens)
-        model.stop(tracer, last)
+        model.stop(tracer)
     return {"attention": seen["attention"], "answer": seen["answer"], "loss": seen["loss"]}
 
 
