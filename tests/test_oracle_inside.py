@@ -283,3 +283,17 @@ def test_a_write_that_does_not_land_is_an_error(monkeypatch, name, what):
     monkeypatch.setattr(*LOST[what])
     with pytest.raises(RunError, match="did not fire"):
         one.engine.run(cells)
+
+
+def test_a_donors_nan_is_told_as_what_it_is():
+    """What was written does not equal itself, yet the edit fired."""
+    one = case("granite")
+    cells = patched(one, FINAL, one.units[1][1], verb="transplant")
+    mixer = one.model.layers[one.units[1][1][0]].mixer._module
+    hook = mixer.register_forward_hook(lambda module, args, output: output * float("nan"))
+    try:
+        with pytest.raises(RunError, match="NaN or infinite logits: transplant outputs at layers"):
+            one.engine.run(cells)
+    finally:
+        hook.remove()
+    assert one.engine.run(cells)["margin"].notna().all()
