@@ -289,7 +289,7 @@ def test_a_donors_nan_is_told_as_what_it_is():
     """What was written does not equal itself, yet the edit fired."""
     one = case("granite")
     cells = patched(one, FINAL, one.units[1][1], verb="transplant")
-    mixer = one.model.layers[one.units[1][1][0]].mixer._module
+    mixer = one.model.layers[0].mixer._module  # below the edited ones, so that what is taken from the donor is NaN
     hook = mixer.register_forward_hook(lambda module, args, output: output * float("nan"))
     try:
         with pytest.raises(RunError, match="NaN or infinite logits: transplant outputs at layers"):
