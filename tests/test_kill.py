@@ -38,12 +38,12 @@ os.replace = stopped
 """
 # ... or inside a trace, which runs the measure of the answers in the middle of the model's forward.
 IN_A_TRACE = """
-from encode_address import measure
-answer = measure.answer
+from encode_address.run import steps
+answer = steps.answer
 def stopped(*arguments):
     os.kill(os.getpid(), signal.{name})
     return answer(*arguments)
-measure.answer = stopped
+steps.answer = stopped
 """
 # Or it notes how many tokens it had forwarded when each part was finished.
 NOTE_TOKENS = """
