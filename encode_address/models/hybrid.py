@@ -48,7 +48,7 @@ class HybridModel:
         revision: str | None = None,
         remote: bool = False,
     ) -> None:
-        self.lm = self._wrapped(module, tokenizer, family.rename)
+        self.lm = self._wrapped(module, tokenizer, family.rename, revision if remote else None)
         self.name, self.tokenizer, self.family, self.layout = name, tokenizer, family, layout
         self.folder, self.revision, self.remote = folder, revision, remote
         self.where: Callable[[Any, Callable[..., Any], Sequence[Any]], Any] = here
@@ -163,6 +163,12 @@ class HybridModel:
     @property
     def attn_implementation(self) -> str:
         return self.lm.attn_implementation
+
+    @property
+    def place(self) -> str:
+        """Where the model is: "local", or the host of its server."""
+        host = getattr(self.where, "host", "") if self.remote else ""
+        return host.partition("://")[2] or "local"
 
     @property
     def slug(self) -> str:
@@ -322,8 +328,9 @@ class HybridModel:
 
     # -- helpers -------------------------------------------------------------
     @staticmethod
-    def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str]) -> Any:
-        return TransformersModel(module, tokenizer=tokenizer, task="text-generation", rename=rename)
+    def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str], revision: str | None) -> Any:
+        known = {"tokenizer": tokenizer, "task": "text-generation", "rename": rename}
+        return TransformersModel(module, revision=revision, **known)
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -52,8 +52,6 @@ class Engine:
         on_rows: Callable[[int], Any] | None = None,
         warn: Callable[[str], Any] = lambda line: print(f"warning: {line}", file=sys.stderr),
     ) -> None:
-        if model.remote:
-            raise RunError("experiments run on local models in this version; a raw `model.trace` does run remotely")
         if batch_tokens is not None and batch_tokens < 1:
             raise RunError(f"batch tokens must be 1 or more, not {batch_tokens}")
         self.model, self.text, self.warn = model, text, warn
@@ -239,7 +237,7 @@ class Engine:
             "dtype": model.dtype,
             "attn_implementation": model.attn_implementation,
             "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
-            "where": "local",
+            "where": model.place,
             "text_source": self.text.name if self.text else "",
             "text_sha256": self.text.sha256 if self.text else "",
             "versions": " ".join(f"{name}={version}" for name, version in versions().items()),
