@@ -79,14 +79,15 @@ def _error(said: str, host: str) -> ServerError:
 
 
 def _place(traceback: str) -> str:
-    """The last frame of this package that a traceback names; else its last frame."""
+    """The last frame that a traceback has of this package or of the user's own code."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', traceback)
-    ours = [frame for frame in frames if "encode_address/" in frame[0]]
-    if not frames:
+    known = [frame for frame in frames if "encode_address/" in frame[0] or "/lib/python" not in frame[0]]
+    known = [frame for frame in known if "encode_address/remote/" not in frame[0]]
+    if not known:
         return ""
-    path, line, name = (ours or frames)[-1]
-    short = f"encode_address/{path.rpartition('encode_address/')[2]}" if ours else path.rpartition("/")[2]
-    return f", in {name} ({short}:{line})"
+    path, line, name = known[-1]
+    own = "encode_address/" if "encode_address/" in path else ""
+    return f", in {name} ({own}{path.rpartition(own or '/')[2]}:{line})"
 
 
 def detail(reply: httpx.Response) -> str:

@@ -163,20 +163,20 @@ class Engine:
     def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:
         """Run a plan; when memory runs out, plan what is left with smaller batches. When a server ends a job because it takes too
         long, cut what is left into jobs of half the size, once."""
-        current, finished, elsewhere, share = first, set(), self.model.elsewhere, 1
+        current, finished, elsewhere, room = first, set(), self.model.elsewhere, None
         while True:
             try:
-                for job in current.jobs(share) if elsewhere else [[one] for one in current.bundles]:
+                for job in current.jobs(room) if elsewhere else [[one] for one in current.bundles]:
                     for step, value in self._asked(job) if elsewhere else self._streamed(job[0]):
                         for batch, seen in self._seen(step, value):
                             yield batch, seen
                             finished.update(cell.work for cell in batch)
                 return
             except JobTimeout:
-                if share > 1:
+                if room is not None:
                     raise
-                share, self.limits = 2, self.limits.halved()
-                self.warn("the server ended a job that took too long: the rest goes in jobs of half the size")
+                room, self.limits = sum(one.layer_tokens(self.depth) for one in job) // 2, self.limits.halved()
+                self.warn("the server ended a job that took too long: the rest goes in jobs of half its size")
                 current = self._plan({work: entry for work, entry in works.items() if work not in finished})
                 continue
             except Exception as error:

@@ -171,17 +171,18 @@ class Plan:
     def traces(self) -> int:
         return self.shared[1] + sum(bundle.traces(self.limits) for bundle in self.bundles)
 
-    def jobs(self, share: int = 1) -> list[list[Bundle]]:
-        """The bundles in groups of at most JOB_TOKENS / share tokens, at least one each: what a server runs at once."""
+    def jobs(self, room: int | None = None) -> list[list[Bundle]]:
+        """The bundles in groups, at least one each: what a server runs at once. `room`: tokens x layers of a group."""
         groups: list[list[Bundle]] = []
-        room = 0
+        most = room or JOB_TOKENS * self.depth
+        left = 0
         for bundle in self.bundles:
             cost = bundle.layer_tokens(self.depth)
-            if not groups or cost > room:
+            if not groups or cost > left:
                 groups.append([])
-                room = JOB_TOKENS * self.depth // share
+                left = most
             groups[-1].append(bundle)
-            room -= cost
+            left -= cost
         return groups
 
     @property
