@@ -191,9 +191,10 @@ class HybridModel:
         return self._fingerprint
 
     def cache_bytes(self, length: int) -> int:
-        """The size of one prompt's cache: states, and keys and values of `length` tokens. One token is run to see."""
+        """The size of one prompt's cache: states, and keys and values of `length` tokens. One token is run to see, on the meta
+        device where the weights are not here."""
         if self._cache_sizes is None:
-            cache = self.prefix([[0]])
+            cache = self._sketch().prefix([[0]]) if self.remote else self.prefix([[0]])
             sizes = {True: 0, False: 0}
             for layer in read_cache(cache, self.held):
                 for name, tensor in layer.items():
@@ -331,6 +332,11 @@ class HybridModel:
     def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str], revision: str | None) -> Any:
         known = {"tokenizer": tokenizer, "task": "text-generation", "rename": rename}
         return TransformersModel(module, revision=revision, **known)
+
+    def _sketch(self) -> Any:
+        from encode_address.models.real import Sketch  # not at the top: it is made of this class
+
+        return Sketch(self.module.config, self.tokenizer, self.name, next(self.module.parameters()).dtype)
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -22,14 +22,13 @@ import torch
 import transformers
 
 from encode_address.errors import RunError
-from encode_address.interventions import mixer_output
 from encode_address.run.batch import ids_of
 from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
 from encode_address.run.paths import PATHS, Step
 from encode_address.run.plan import Bundle, Plan, plan, without_continuation
 from encode_address.run.projection import StandIn, costs
-from encode_address.run.steps import run_bundles, run_step
+from encode_address.run.steps import mixer_sums, run_bundles, run_step
 from encode_address.run.store import Store
 from encode_address.tasks.text import Text
 
@@ -247,21 +246,13 @@ class Engine:
     def means(self) -> dict[int, torch.Tensor]:
         """The mean output of every mixer over the text's train part: one (d_model,) tensor per layer."""
         if self._means is None:
-            model, layers = self.model, self.model.layers
-            chunks, sums, count = self._mean_chunks(), {}, 0
+            chunks = self._mean_chunks()
             size = max(1, self.limits.tokens // len(chunks[0]))
-            for start in range(0, len(chunks), size):
-                ids = ids_of(chunks[start : start + size])
+            batches = [ids_of(chunks[start : start + size]) for start in range(0, len(chunks), size)]
+            for ids in batches:
                 self.count(ids.numel())
-                with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
-                    seen = nnsight.save({})
-                    for i in range(len(layers)):
-                        seen[i] = mixer_output(layers[i].mixer).double().sum((0, 1))
-                    tracer.stop()
-                for layer, total in seen.items():
-                    sums[layer] = sums.get(layer, 0) + total
-                count += ids.numel()
-            self._means = {layer: (total / count).float() for layer, total in sums.items()}
+            sums, count = self.model.ask(mixer_sums, batches), sum(ids.numel() for ids in batches)
+            self._means = {layer: (total / count).float() for layer, total in enumerate(sums)}
         return self._means
 
     def fitted(self, standing: StandIn) -> Any:

@@ -15,7 +15,14 @@ nnsight only, and nothing that is not passed in: these functions travel to a ser
 import nnsight
 import torch
 
-from encode_address.interventions import entry_attention, read_cache, truncated_logits, write_cache, write_state_head
+from encode_address.interventions import (
+    entry_attention,
+    mixer_output,
+    read_cache,
+    truncated_logits,
+    write_cache,
+    write_state_head,
+)
 from encode_address.measure import answer, drift, next_token_loss
 from encode_address.run.edits import apply_edits, enter
 
@@ -138,6 +145,20 @@ def run_read(model, step, bank):
                     seen["answer"][i] = answer(of_rows(logits, rows), tokens)
         model.stop(tracer)
     return {"attention": seen["attention"], "answer": seen["answer"], "loss": seen["loss"]}
+
+
+# -- about the unedited model ---------------------------------------------------------------
+def mixer_sums(model, batches):
+    """The sum of every mixer's output over all tokens of `batches` (each (batch, positions)): per layer (d_model,), in float64."""
+    layers, sums = model.layers, None
+    for ids in batches:
+        with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+            seen = nnsight.save([])
+            for i in range(len(layers)):
+                seen.append(mixer_output(layers[i].mixer).double().sum((0, 1)))
+            model.stop(tracer)
+        sums = seen if sums is None else [one + more for one, more in zip(sums, seen)]
+    return sums
 
 
 # -- what steps share ------------------------------------------------------------------------
