@@ -165,6 +165,11 @@ class HybridModel:
         return self.lm.attn_implementation
 
     @property
+    def weightless(self) -> bool:
+        """Whether the weights are not here."""
+        return self.remote
+
+    @property
     def place(self) -> str:
         """Where the model is: "local", or the host of its server."""
         host = getattr(self.where, "host", "") if self.remote else ""

@@ -80,6 +80,8 @@ class Sketch(HybridModel):
     def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str], revision: str | None) -> Any:
         return NNsight(module, rename=rename)
 
+    weightless = True
+
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pandas as pd
 import torch
 import transformers
 
-from encode_address.errors import RunError
+from encode_address.errors import JobTimeout, RunError, ServerError
 from encode_address.run.batch import ids_of
 from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
@@ -30,6 +31,7 @@ from encode_address.run.plan import Bundle, Plan, plan, without_continuation
 from encode_address.run.projection import StandIn, costs
 from encode_address.run.steps import mixer_sums, run_bundles, run_step
 from encode_address.run.store import Store
+from encode_address.run.wire import wire
 from encode_address.tasks.text import Text
 
 SMALL = 5_000_000  # parameters of a model that runs best, on a CPU, with one thread
@@ -93,7 +95,8 @@ class Engine:
         """What running `cells` would take; `done` holds the row keys (see `keys`) that are there already."""
         cells, note = self._fitting(cells)
         works = self._works(cells, self.keys(cells), done)
-        return self._plan(works, note)
+        made = self._plan(works, note)
+        return replace(made, wire=wire(self, made)) if self.model.weightless else made
 
     def keys(self, cells: Sequence[Cell]) -> list[str]:
         """The row keys of cells."""
@@ -158,16 +161,24 @@ class Engine:
         return plan(cells, self.depth, self.limits, done, (shared[0] + fits[0], shared[1] + fits[1]), note)
 
     def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:
-        """Run a plan; when memory runs out, plan what is left with smaller batches."""
-        current, finished, elsewhere = first, set(), self.model.elsewhere
+        """Run a plan; when memory runs out, plan what is left with smaller batches. When a server ends a job because it takes too
+        long, cut what is left into jobs of half the size, once."""
+        current, finished, elsewhere, share = first, set(), self.model.elsewhere, 1
         while True:
             try:
-                for job in current.jobs if elsewhere else [[one] for one in current.bundles]:
+                for job in current.jobs(share) if elsewhere else [[one] for one in current.bundles]:
                     for step, value in self._asked(job) if elsewhere else self._streamed(job[0]):
                         for batch, seen in self._seen(step, value):
                             yield batch, seen
                             finished.update(cell.work for cell in batch)
                 return
+            except JobTimeout:
+                if share > 1:
+                    raise
+                share, self.limits = 2, self.limits.halved()
+                self.warn("the server ended a job that took too long: the rest goes in jobs of half the size")
+                current = self._plan({work: entry for work, entry in works.items() if work not in finished})
+                continue
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -211,6 +222,13 @@ class Engine:
     def _seen(self, step: Step, seen: dict[str, Any] | None) -> Iterator[tuple[Sequence[Cell], dict]]:
         """What a step saw, by cells. Raises RunError for logits that are no numbers, and for an edit that did not fire."""
         parts = list(step.results(seen)) if step.cells else []
+        for cells, part in parts:
+            counts = {len(value) for one in (part.get("answer"), part.get("loss")) if one for value in one.values()}
+            if self.model.elsewhere and counts - {len(cells)}:
+                raise ServerError(
+                    f"{self.model.place} answered {sorted(counts)} of {len(cells)} prompts: its packages may differ from those "
+                    "here; compare them with encode-address remote status"
+                )
         named = [(layer, self._named(served[0])) for (layer, *_), served in step.writes]
         for _, part in parts:
             measured = torch.isfinite(part["loss"]["loss"]) if "loss" in part else part.get("answer", {}).get("finite")

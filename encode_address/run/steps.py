@@ -192,8 +192,8 @@ def found_in(bank, edits):
 
 def found(bank, argument):
     """("taken", site, layer, rows (n,), places (n, k) or None): donors' values (n, k, ...), of the one position that was taken
-    where places is None. ("noisy", hosts, donors, noise (n, k, d_model)): the hosts' values plus noise of the size of donor -
-    host at every position. ("state", layer, name, head, rows (n,), k): the first k numbers of the states of prefixes."""
+    where places is None. ("noisy", hosts, donors, seeds): the hosts' values plus noise, by a seed per row, of the size of donor - host at
+    every position. ("state", layer, name, head, rows (n,), k): the first k numbers of the states of prefixes."""
     if not isinstance(argument, tuple) or not argument or not isinstance(argument[0], str):
         return argument
     if argument[0] == "taken":
@@ -203,7 +203,10 @@ def found(bank, argument):
         return values[rows] if places is None else values[rows[:, None], places.to(values.device)]
     if argument[0] == "noisy":
         host, donor = found(bank, argument[1]), found(bank, argument[2])
-        noise = argument[3].to(host)
+        like = host[0].shape
+        noise = torch.stack(
+            [torch.randn(like, generator=torch.Generator().manual_seed(seed)) for seed in argument[3]]
+        ).to(host)
         return host + noise / noise.norm(dim=-1, keepdim=True) * (donor - host).norm(dim=-1, keepdim=True)
     _, layer, name, head, rows, count = argument
     state = bank["prefixes"][layer][name]
