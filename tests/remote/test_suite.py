@@ -18,7 +18,7 @@ from tests.remote.stack import SANDBOXED, TRUSTED
 
 pytestmark = pytest.mark.ndif
 TOLERANCE = 1e-4
-PLACE = ("where", "device", "dtype", "attn_implementation", "fingerprint")  # columns that say where a row was made
+PLACE = ("key", "where", "device", "fingerprint")  # columns that say where a row was made
 EVERYTHING = """
 import sys, encode_address
 from encode_address.paper import run
@@ -60,16 +60,24 @@ def client(ndif, key):
 
 
 def assert_same_tables(here, there):
-    here, there = (pd.read_parquet(one / "cells.parquet").set_index("key").sort_index() for one in (here, there))
-    assert list(here.index) == list(there.index)
+    here, there = (ordered(pd.read_parquet(one / "cells.parquet")) for one in (here, there))
     assert set(here.columns) == set(there.columns)
-    for column in here.columns.difference(PLACE):
+    assert len(here) == len(there) > 0
+    for column in here.columns:
         differing = [(a, b) for a, b in zip(here[column], there[column]) if not same(a, b)]
-        assert not differing, f"{column}: {differing[:3]}"
+        assert not differing, f"{column}: {len(differing)} of {len(here)} differ, e.g. {differing[:3]}"
+
+
+def ordered(table):
+    """By the words and integers of each row, which say what it is and what the model answered."""
+    table = table.drop(columns=[name for name in PLACE if name in table])
+    words = [name for name in table if isinstance(table[name].dtype, pd.StringDtype) or table[name].dtype.kind == "i"]
+    words = sorted({*words, *table.columns.intersection(["head"])})  # a number, but missing where there is none
+    return table.sort_values(words, kind="stable").reset_index(drop=True)
 
 
 def same(a, b):
-    if isinstance(a, (list, np.ndarray)):
+    if isinstance(a, (list, np.ndarray)) and isinstance(b, (list, np.ndarray)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return (np.isnan(a) and np.isnan(b)) or abs(a - b) <= TOLERANCE
