@@ -41,7 +41,7 @@ def install() -> None:
     venv.create(FOLDER, with_pip=True)
     (site,) = FOLDER.glob("lib/python3*/site-packages")
     (site / "client.pth").write_text(client + "\n")
-    pip = [FOLDER / "bin/python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
+    pip = [FOLDER / "bin/python", "-m", "pip", "install", "-qq", "--constraint", CONSTRAINTS]
     subprocess.run([*pip, *PACKAGES], check=True)
     subprocess.run([*pip, "--no-deps", "--ignore-requires-python", *PLAIN], check=True)
     check()

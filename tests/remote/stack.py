@@ -140,6 +140,10 @@ class Stack:
             "HF_HUB_DISABLE_XET": "1",
         }
 
+    def jobs(self) -> int:
+        """How many jobs were sent."""
+        return (self.folder / "api.log").read_bytes().count(b"Your job has been received")
+
     # -- faults ---------------------------------------------------------------
 
     def start_api(self, **environment: str) -> None:

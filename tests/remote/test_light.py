@@ -4,6 +4,7 @@ import json
 import urllib.error
 import urllib.request
 
+import execnet
 import httpx
 import nnsight
 import pytest
@@ -141,6 +142,16 @@ def test_error_in_a_block_comes_with_its_frame(model, job):
             model.layers[0].output[:, :, 9999].save()
 
 
+def test_module_that_does_not_travel(model, job):
+    """An installed package goes by name, and the server has none of that name."""
+    with pytest.raises(RemoteError, match=r"could not be read \(ModuleNotFoundError: No module named 'execnet'"):
+        in_one_job(model, job, [uses_an_installed_module])
+
+
+def uses_an_installed_module(model, ids):
+    return len(execnet.__name__)
+
+
 def submitted(model, light, patience=60.0):
     """A job on its way: what it saves is the output of the first layer, as `out`."""
     backend = Job(model_key(NAME), light.url, TRUSTED, patience)
@@ -184,6 +195,29 @@ def test_result_that_has_expired(light, model, job):
     with pytest.raises(httpx.HTTPStatusError, match="404"):
         removes_to_zero(model, job)
     assert job.wait()  # it is there after all
+
+
+def test_result_whose_address_is_too_old(light, model, job):
+    light.faults(denied=1)
+    with pytest.raises(httpx.HTTPStatusError, match="403"):
+        removes_to_zero(model, job)
+    assert job.wait()
+
+
+def test_job_that_is_forgotten_for_a_while(light, model):
+    backend = submitted(model, light)
+    assert backend.wait()
+    light.faults(forgotten=1)
+    assert backend.poll() is None
+    assert backend.poll()
+
+
+def test_result_of_any_size_comes_by_address(model, job):
+    assert in_one_job(model, job, [large])[0].shape == (12, 2**20)
+
+
+def large(model, ids):
+    return torch.arange(12 * 2**20, dtype=torch.float32).sin().view(12, -1)
 
 
 def test_result_of_another_shape(light, model, job):

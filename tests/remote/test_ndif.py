@@ -148,8 +148,13 @@ def running(model, ndif, key, seconds):
     with model.lm.session(backend=backend.submit):
         out = nnsight.save(slow(model, IDS, seconds))  # noqa: F841
     until = time.monotonic() + backend.patience
-    while backend.status != "RUNNING" and time.monotonic() < until:
+    while backend.status not in ("DISPATCHED", "RUNNING"):
         assert backend.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(
+        1
+    )  # a replica may say that it runs a job before the queue says that it sent it, and DISPATCHED stays then
     return backend
 
 

@@ -4,8 +4,8 @@
 
 FOLDER keeps the jobs: a server that is started again on it knows them, and takes up those that had not ended. HIDDEN is
 a JSON list of modules that must not be importable here. Routes, envelope, statuses, texts and results are ndif 0.1.2's.
-Models load when they are first asked for. `POST /faults` with JSON sets what is to go wrong (see `Faults`).
-Prints its port once it listens.
+Models load when they are first asked for. `POST /faults` with JSON sets what is to go wrong; `tests.remote.light` says
+what can. Prints its port once it listens.
 """
 
 from __future__ import annotations
@@ -41,26 +41,21 @@ TEXTS = json.loads((HERE / "texts.json").read_text())
 
 
 class Faults:
-    """What is to go wrong, as a dictionary. Counts say how many times; they count down.
-
-    keys        known API keys -> their tags; None: nobody is asked for one. Without the tag `trusted`, `strict` holds
-    reconnecting  requests answered 503
-    dropped     connections closed without an answer
-    minimum     the oldest nnsight that is served, or None
-    undeployable  jobs whose model cannot be deployed
-    missing     a module that this server's model does not have, or None
-    wedged      jobs that stay RUNNING for ever
-    rows        forward rows that one job may run before its time is over, or None
-    slow        seconds that every job waits before it runs
-    dies        jobs at whose start the process ends itself
-    expired     results that are gone
-    misshapen   results whose tensors have lost a row
-    """
+    """What is to go wrong: switches, and counts of how many times more it does."""
 
     def __init__(self) -> None:
-        switches = ("keys", "minimum", "missing", "rows")
-        counts = ("reconnecting", "dropped", "undeployable", "wedged", "slow", "dies", "expired", "misshapen")
-        self.start = {**dict.fromkeys(switches), **dict.fromkeys(counts, 0)}
+        counts = (
+            "reconnecting",
+            "dropped",
+            "undeployable",
+            "wedged",
+            "dies",
+            "forgotten",
+            "denied",
+            "expired",
+            "misshapen",
+        )
+        self.start = {**dict.fromkeys(("keys", "minimum", "missing", "rows")), **dict.fromkeys(counts, 0), "slow": 0}
         self.now, self.lock = self.start, threading.Lock()
 
     def set(self, faults: dict) -> None:
@@ -260,11 +255,16 @@ class Api(BaseHTTPRequestHandler):
             return {"email": None, "tags": tags}
         if kind == "request":
             return self.submit(body)
-        if kind == "response" and (latest := self.jobs.read(f"{job}.json")) is not None:
+        if kind == "response":
+            latest = None if self.faults.take("forgotten") else self.jobs.read(f"{job}.json")
+            if latest is None:
+                raise Status(404, f"No response for request {job}.")
             return latest
+        if kind == "result" and self.faults.take("denied"):
+            raise Status(403, "Request has expired")
         if kind == "result" and not self.faults.take("expired") and (data := self.jobs.read(f"{job}.pt")) is not None:
             return data
-        raise Status(404, f"No response for request {job}." if kind == "response" else "Not Found")
+        raise Status(404, "Not Found")
 
     def submit(self, body: bytes) -> dict:
         trusted = self.authorise()
