@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nnsight
 import torch
 
 from encode_address.errors import RunError, TaskError
@@ -60,10 +61,8 @@ def steer(
     """
     if edit not in EDITS:
         raise RunError(f"unknown edit {edit!r}: use {' or '.join(EDITS)}")
-    if model.remote or not model.family.continues:
-        raise RunError(
-            f"{model.name}: steering continues from a cache, which runs on local models whose family has one"
-        )
+    if not model.family.continues:
+        raise RunError(f"{model.name}: steering continues from a cache, and {model.family.name} does not do so exactly")
     if tokens < 1:
         raise RunError(f"steering generates 1 token or more, not {tokens}")
     layers = model.layout.layers_of(block or _address(model, Path(out)))
@@ -103,21 +102,30 @@ def _generate(
     model: Any, host: Sequence[int], donor: Sequence[int], layers: Sequence[int], edit: str, tokens: int
 ) -> torch.Tensor:
     """(3, tokens) token ids: steered, plain, donor. One forward for each token serves all three."""
-    device, prompts = model.device, torch.tensor([host, donor])
-    with torch.no_grad(), own_threads(model):
+    prompts = torch.tensor([host, donor])
+    with own_threads(model):
+        return model.ask(generate, prompts, tuple(layers), edit, tokens).cpu()
+
+
+def generate(model, prompts, layers, edit, tokens):
+    """The (3, tokens) ids that follow `prompts`, (2, positions) host and donor: of the host under the edit, the host, the donor."""
+    with torch.no_grad():
         cache = model.prefix(prompts[:, :-1])
         saved, rows = read_cache(cache, model.held), torch.tensor([0, 0, 1])
         lent = torch.tensor([1, 0, 1])
         states = {(layer, name): lent for layer in layers for name in ("recurrent", "conv")} if edit == "state" else {}
-        write_cache(cache, saved, rows.to(device), states, model.held)
-        last, said = prompts[rows, -1:].to(device), []
+        write_cache(cache, saved, rows, states, model.held)
+        last, said = prompts[rows, -1:], []
         mixers = [model.layers[layer].mixer for layer in layers] if edit == "output" else []
-        for length in range(len(host), len(host) + tokens):
+        for length in range(prompts.shape[1], prompts.shape[1] + tokens):
             with model.lm.trace(**model.continuation(last, length, cache)) as tracer:
                 for mixer in mixers:
                     mixer_output(mixer)[0] = mixer_output(mixer)[2]
-                logits = tracer.result.logits[:, -1].save()
-            last, mixers = logits.argmax(-1, keepdim=True), []
+                seen = nnsight.save({"logits": tracer.result.logits[:, -1]})
+                if model.held is None:  # what the trace was given may be a copy over there
+                    seen["cache"] = tracer.result.cache
+            cache = seen.get("cache", cache)
+            last, mixers = seen["logits"].argmax(-1, keepdim=True), []
             said.append(last)
     return torch.cat(said, 1)
 

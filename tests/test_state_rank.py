@@ -134,22 +134,22 @@ def test_the_states_are_those_of_the_model_run_on_the_prefix(name):
 def test_what_cannot_be_read_is_one_clear_line(monkeypatch):
     one = case("granite")
     hosts = [item.host for item in one.questions[:2]]
-    plain = state_rank._cache
+    plain = state_rank.states_after
 
     def broken(damage):
-        def cache(engine, ids):
-            saved = plain(engine, ids)
-            damage(saved[0])
+        def states(model, ids):
+            saved = plain(model, ids)
+            damage(saved)
             return saved
 
-        monkeypatch.setattr(state_rank, "_cache", cache)
+        monkeypatch.setattr(state_rank, "states_after", states)
         return lambda: read(one.engine, hosts)
 
     with pytest.raises(RunError, match="L0 has no recurrent state in the cache"):
-        broken(lambda layer: layer.pop("recurrent"))()
+        broken(lambda states: states.pop(0))()
     with pytest.raises(RunError, match=r"NaN or infinite state at layer 0 .*--dtype float32"):
-        broken(lambda layer: layer["recurrent"][0, 1].fill_(float("inf")))()
-    monkeypatch.setattr(state_rank, "_cache", plain)
+        broken(lambda states: states[0][0, 1].fill_(float("inf")))()
+    monkeypatch.setattr(state_rank, "states_after", plain)
     model = ea.load("tiny-gdn")
     task, text = ea.tasks.dictionary(model, "chat8"), text_source(None, True)
     setting = base.Setting(model, "chat8", task, 2, 0, text)
@@ -161,7 +161,7 @@ def test_what_cannot_be_read_is_one_clear_line(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(one.model, "trace", full)
-    with pytest.raises(RunError, match="out of memory with 2 prompts of 70 tokens: use --batch-tokens"):
+    with pytest.raises(RunError, match="out of memory with prompts of 70 tokens: use --batch-tokens"):
         read(one.engine, hosts)
 
 

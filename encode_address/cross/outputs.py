@@ -35,26 +35,23 @@ class Outputs:
 
 def final_outputs(engine: Any, prompts: Sequence[Prompt], layers: Sequence[int]) -> Outputs:
     """Run each distinct prompt once, as it is, up to the last of `layers`."""
-    model = engine.model
-    layers = sorted({*layers})
+    model, layers = engine.model, sorted({*layers})
     last, found = max(layers), {}
     engine.planned_layer_tokens += (tokens := cost(prompts, layers))
     engine.floor_layer_tokens += tokens
     by_length: dict[int, list[Prompt]] = {}
     for prompt in {p.digest: p for p in prompts}.values():
         by_length.setdefault(len(prompt), []).append(prompt)
+    groups = []
+    for length, group in by_length.items():
+        size = engine.limits.rows(FULL, length)
+        groups += [group[start : start + size] for start in range(0, len(group), size)]
+    each = 4 * len(layers) * model.config.hidden_size
+    batches = ((len(some) * len(some[0]), len(some) * each, (ids_of(some), layers, _asked_at(some))) for some in groups)
     with own_threads(model):
-        for length, group in by_length.items():
-            size = engine.limits.rows(FULL, length)
-            for start in range(0, len(group), size):
-                some = group[start : start + size]
-                engine.count(len(some) * length, 1 + last)
-                with torch.no_grad(), model.trace(ids_of(some), logits_to_keep=1) as tracer:
-                    seen = nnsight.save(_last(model.layers, model.embed, layers, _asked_at(some)))
-                    tracer.stop()
-                seen = {layer: values.float().cpu() for layer, values in seen.items()}
-                for row, prompt in enumerate(some):
-                    found[prompt.digest] = {layer: values[row] for layer, values in seen.items()}
+        for some, seen in zip(groups, engine.each(final_tokens, batches, 1 + last)):
+            for row, prompt in enumerate(some):
+                found[prompt.digest] = {layer: values[row].cpu() for layer, values in seen.items()}
     return Outputs(found)
 
 
@@ -68,13 +65,16 @@ def _asked_at(prompts: Sequence[Prompt]) -> torch.Tensor:
     return torch.tensor([prompt.span(f"key {prompt.query}")[0] for prompt in prompts])
 
 
-def _last(layers, embed, wanted, keys):
-    """In a trace: layer -> (batch, d_model) of the last token; EMBED: of the embeddings at the positions `keys` (batch,)."""
-    seen = {}
-    for layer in wanted:
-        if layer == EMBED:
-            output = mixer_output(embed)
-            seen[layer] = output[torch.arange(len(output), device=output.device), keys.to(output.device)].clone()
-        else:
-            seen[layer] = mixer_output(layers[layer].mixer)[:, -1].clone()
+def final_tokens(model, ids, wanted, keys):
+    """Layer -> (batch, d_model), float32: mixer outputs at the last token; EMBED: embeddings at the positions `keys` (batch,)."""
+    layers, embed = model.layers, model.embed
+    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+        seen = nnsight.save({})
+        for layer in wanted:
+            if layer == EMBED:
+                output = mixer_output(embed)
+                seen[layer] = output[torch.arange(len(output), device=output.device), keys.to(output.device)].float()
+            else:
+                seen[layer] = mixer_output(layers[layer].mixer)[:, -1].float()
+        model.stop(tracer)
     return seen

@@ -35,8 +35,8 @@ from sklearn.random_projection import SparseRandomProjection
 from threadpoolctl import threadpool_limits
 
 from encode_address.errors import RunError
-from encode_address.interventions import read_cache
 from encode_address.run.reading import Reading
+from encode_address.run.steps import states_after
 from encode_address.tasks import Dictionary, Prompt
 
 ENTRY, END, BEFORE, FINAL = MARKS = ("entry", "dictionary end", "before final", "final")
@@ -129,14 +129,14 @@ def states(engine: Any, some: Sequence[Prompt]) -> dict[int, np.ndarray]:
     model, length = engine.model, len(some[0])
     size, chunks = max(1, engine.limits.tokens // length), {layer: [] for layer in model.linear_layers}
     projections: dict[int, SparseRandomProjection] = {}
-    for start in range(0, len(some), size):
-        ids = torch.tensor([prompt.ids for prompt in some[start : start + size]])
-        engine.count(ids.numel())
-        saved = read_cache(model.prefix(ids), model.held)
+    each = model.cache_bytes(0)
+    ids = [torch.tensor([prompt.ids for prompt in some[start : start + size]]) for start in range(0, len(some), size)]
+    batches = ((one.numel(), len(one) * each, (one,)) for one in ids)
+    for saved in engine.each(states_after, batches):
         for layer, kept in chunks.items():
-            if "recurrent" not in saved[layer]:
+            if layer not in saved:
                 raise RunError(f"{model.name}: L{layer} has no recurrent state in the cache: it cannot be probed")
-            flat = saved[layer]["recurrent"].flatten(1).float().cpu().numpy()
+            flat = saved[layer].flatten(1).float().cpu().numpy()
             if not np.isfinite(flat).all():
                 raise RunError(f"NaN or infinite state at layer {layer} ({model.name}): try --dtype float32")
             kept.append(projected(flat, projections))

@@ -155,14 +155,22 @@ def log_decay(mixer: torch.nn.Module, name: str, projected: torch.Tensor) -> tor
     return -mixer.A_log.float().exp() * step.float()
 
 
-def projections(layers: Any, names: Mapping[int, str]) -> dict[int, torch.Tensor]:
-    """Inside a trace: what each layer's projection gives, (batch, positions, width)."""
-    return {layer: getattr(layers[layer].mixer, name).output.clone() for layer, name in names.items()}
+def mean_log_decay(model, ids, names):
+    """Layer -> (batch, heads), float64: the mean of g over the tokens of `ids` (batch, positions). Needs values of parameters, which
+    a sandboxed job cannot read."""
+    layers = model.layers
+    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+        seen = nnsight.save({})
+        for layer, name in names.items():
+            mixer = layers[layer].mixer
+            seen[layer] = log_decay(mixer._module, name, getattr(mixer, name).output).double().mean(1)
+        model.stop(tracer)
+    return seen
 
 
 def read_gates(engine: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """A row per prompt, linear layer and head: the mean of g over the prompt's tokens."""
-    model, layers, rows = engine.model, engine.model.layers, []
+    model, rows, groups = engine.model, [], []
     names = {layer: gate_projection(model, layer) for layer in model.linear_layers}
     block_of = {layer: block.name for block in model.layout.blocks for layer in block.layers}
     lengths: dict[int, list[int]] = {}
@@ -170,21 +178,17 @@ def read_gates(engine: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         lengths.setdefault(len(prompt), []).append(i)
     for length, some in lengths.items():
         size = max(1, engine.limits.tokens // length)
-        for which in (some[start : start + size] for start in range(0, len(some), size)):
-            ids = torch.tensor([prompts[i].ids for i in which])
-            engine.count(ids.numel())
-            with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
-                seen = nnsight.save({})
-                seen.update(projections(layers, names))
-                tracer.stop()
-            for layer, name in names.items():
-                with torch.no_grad():
-                    g = log_decay(layers[layer].mixer._module, name, seen[layer]).double().mean(1).tolist()
-                rows += [
-                    {"pair": pair, "block": block_of[layer], "layer": layer, "head": head, "log_decay": value, "tokens": length}
-                    for pair, values in zip(which, g)
-                    for head, value in enumerate(values)
-                ]  # fmt: skip
+        groups += [some[start : start + size] for start in range(0, len(some), size)]
+    batches = (
+        (ids.numel(), 0, (ids, names)) for ids in (torch.tensor([prompts[i].ids for i in one]) for one in groups)
+    )
+    for which, seen in zip(groups, engine.each(mean_log_decay, batches)):
+        for layer, g in seen.items():
+            rows += [
+                {"pair": pair, "block": block_of[layer], "layer": layer, "head": head, "log_decay": value, "tokens": len(prompts[pair])}
+                for pair, values in zip(which, g.tolist())
+                for head, value in enumerate(values)
+            ]  # fmt: skip
     return rows
 
 

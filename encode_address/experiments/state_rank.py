@@ -38,11 +38,11 @@ import torch
 
 from encode_address.errors import RunError
 from encode_address.experiments.base import Circuit, Conclusion, Setting
-from encode_address.interventions import read_cache
 from encode_address.metrics import select
 from encode_address.models.layout import Layout
 from encode_address.run.memory import out_of_memory
 from encode_address.run.reading import Reading
+from encode_address.run.steps import states_after
 from encode_address.stats import NOTHING, RESAMPLES, Estimate
 from encode_address.tasks import Prompt
 from encode_address.tasks.text import Text
@@ -145,32 +145,29 @@ def read(engine: Any, prompts: Sequence[Prompt], known: Mapping[str, str] | None
 
 def _states(engine: Any, prompts: Sequence[Prompt]) -> Iterator[tuple[list[int], dict[int, torch.Tensor]]]:
     """For each trace: which prompts ran, and each linear layer's recurrent states (batch, heads, rows, columns) after them."""
-    model, lengths = engine.model, {}
+    model, lengths, groups = engine.model, {}, []
     for i, prompt in enumerate(prompts):
         lengths.setdefault(len(prompt), []).append(i)
     for length, some in lengths.items():
         size = max(1, engine.limits.tokens // length)
-        for which in (some[start : start + size] for start in range(0, len(some), size)):
-            saved = _cache(engine, torch.tensor([prompts[i].ids for i in which]))
-            missing = [layer for layer in model.linear_layers if "recurrent" not in saved[layer]]
-            if missing:
+        groups += [some[start : start + size] for start in range(0, len(some), size)]
+    each = model.cache_bytes(0)
+    batches = (
+        (ids.numel(), len(ids) * each, (ids,))
+        for ids in (torch.tensor([prompts[i].ids for i in one]) for one in groups)
+    )
+    try:
+        for which, saved in zip(groups, engine.each(states_after, batches)):
+            if missing := [layer for layer in model.linear_layers if layer not in saved]:
                 raise RunError(
                     f"{model.name}: L{missing[0]} has no recurrent state in the cache: its rank cannot be read"
                 )
-            yield which, {layer: saved[layer]["recurrent"] for layer in model.linear_layers}
-
-
-def _cache(engine: Any, ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """What the cache holds after whole prompts (batch, positions)."""
-    engine.count(ids.numel())
-    try:
-        return read_cache(engine.model.prefix(ids), engine.model.held)
+            yield which, saved
     except Exception as error:
         if not out_of_memory(error):
             raise
         raise RunError(
-            f"out of memory with {len(ids)} prompts of {ids.shape[1]} tokens: use --batch-tokens, --dtype bfloat16, or a "
-            "shorter --text"
+            f"out of memory with prompts of {max(lengths)} tokens: use --batch-tokens, --dtype bfloat16, or a shorter --text"
         ) from error
 
 

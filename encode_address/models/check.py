@@ -16,8 +16,8 @@ import torch
 from encode_address.errors import ModelError, TaskError
 from encode_address.interventions import final_attention, mixer_output, query_and_key, truncated_logits
 from encode_address.models.hybrid import HybridModel
+from encode_address.run.steps import run_each
 
-STRONG = 10  # standard deviations of a query or key: enough to move any attention row
 LENGTHS = (2, 17, 63, 64, 65, 93)  # prompts around the linear kernels' chunk length of 64
 
 
@@ -109,15 +109,8 @@ def _firing(model: HybridModel) -> Finding:
     count = len(model.layout.kinds)
     ids = random_ids(model, 1, 12).expand(count + 1, -1)
     noise = torch.randn(12, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
-    layers = model.layers
     kinds = [model.family.returns(kind) for kind in model.layout.kinds]
-    with torch.no_grad(), model.trace(ids) as tracer:
-        got = nnsight.save([])
-        for i in range(count):
-            got.append("tuple" if isinstance(layers[i].mixer.output, tuple) else "tensor")
-            output = mixer_output(layers[i].mixer)
-            output[i] += (noise * (1 + output.float().std().cpu())).to(output)
-        logits = tracer.result.logits[:, -1].float().save()
+    got, logits = model.ask(nudged, ids, noise)
     if not bool(torch.isfinite(logits[-1]).all()):
         seen = (
             f"the intact model's logits hold NaN or infinity in {model.dtype}: damaged weights, or try --dtype float32"
@@ -133,16 +126,34 @@ def _firing(model: HybridModel) -> Finding:
     return Finding(name, True, f"smallest change of a logit {float(moved.min()):.3g}")
 
 
-def _identity(model: HybridModel) -> Finding:
-    ids = random_ids(model, 3, 20)
-    layers, count = model.layers, len(model.layout.kinds)
+def nudged(model, ids, noise):
+    """Row i of `ids` has noise added to layer i's mixer output: what each mixer returned, and the last logits (rows, vocab)."""
+    layers = model.layers
+    with torch.no_grad(), model.trace(ids) as tracer:
+        seen = nnsight.save({"kinds": []})
+        for i in range(len(layers)):
+            seen["kinds"].append("tuple" if isinstance(layers[i].mixer.output, tuple) else "tensor")
+            output = mixer_output(layers[i].mixer)
+            output[i] += (noise * (1 + output.float().std().cpu())).to(output)
+        seen["logits"] = tracer.result.logits[:, -1].float()
+    return seen["kinds"], seen["logits"]
+
+
+def untouched(model, ids):
+    """All logits of `ids`, as they are and with every mixer's output replaced by itself: (batch, positions, vocab) each."""
+    layers = model.layers
     with torch.no_grad(), model.trace(ids) as tracer:
         plain = tracer.result.logits.clone().save()
     with torch.no_grad(), model.trace(ids) as tracer:
-        for i in range(count):
+        for i in range(len(layers)):
             output = mixer_output(layers[i].mixer)
             output[:] = output.clone()
         patched = tracer.result.logits.clone().save()
+    return plain, patched
+
+
+def _identity(model: HybridModel) -> Finding:
+    plain, patched = model.ask(untouched, random_ids(model, 3, 20))
     worst = float((plain - patched).abs().max())
     return Finding("identity patch is bit-exact", bool(torch.equal(plain, patched)), f"max difference {worst:.1g}")
 
@@ -158,8 +169,8 @@ def _within(name: str, gaps: list[tuple[float, float, str]], exact: bool) -> Fin
 
 def _split(model: HybridModel, exact: bool) -> Finding:
     gaps = []
-    for length in LENGTHS:
-        whole, split = model.ask(both_paths, random_ids(model, 2, length, seed=length))
+    asked = [(random_ids(model, 2, length, seed=length),) for length in LENGTHS]
+    for length, (whole, split) in zip(LENGTHS, model.ask(run_each, both_paths, asked)):
         gaps.append((float((whole - split).abs().max()), float(whole.std()), f"{length} tokens"))
     if not model.family.continues:
         return Finding("split execution is not used", True, f"it differs by {max(gap for gap, *_ in gaps):.2g}")
@@ -193,16 +204,11 @@ def path_gap(model: HybridModel, prompts: Sequence[Any]) -> dict[str, Any]:
 
 def _inner_firing(model: HybridModel) -> Finding:
     """Row 2k of one batch has noise added to softmax layer k's last query, row 2k + 1 to its keys; the last to nothing."""
-    name, indices, layers = "a write to queries and keys does too", model.softmax_layers, model.layers
-    ops, rows = [model.attention_op(i) for i in indices], 2 * len(indices) + 1
+    name, indices = "a write to queries and keys does too", model.softmax_layers
+    rows = 2 * len(indices) + 1
     ids = random_ids(model, 1, 12).expand(rows, -1)
-    noise = torch.randn(12, model.head_dim, generator=torch.Generator().manual_seed(2)).to(model.device)
-    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
-        for k, (i, op) in enumerate(zip(indices, ops)):
-            query, key, _ = query_and_key(layers[i].mixer, op)
-            query[2 * k, :, -1] += STRONG * query.float().std() * noise[-1].to(query)
-            key[2 * k + 1] += STRONG * key.float().std() * noise.to(key)
-        logits = tracer.result.logits[:, -1].float().clone().save()
+    noise = torch.randn(12, model.head_dim, generator=torch.Generator().manual_seed(2))
+    logits = model.ask(nudged_inside, ids, {i: model.attention_op(i) for i in indices}, noise)
     moved = (logits[:-1] - logits[-1]).abs().amax(-1)
     least = 1e-4 * max(1.0, float(logits[-1].std()))
     still = [f"{('query', 'keys')[r % 2]} of L{indices[r // 2]}" for r in range(rows - 1) if not moved[r] > least]
@@ -211,16 +217,33 @@ def _inner_firing(model: HybridModel) -> Finding:
     return Finding(name, True, f"smallest change of a logit {float(moved.min()):.3g}")
 
 
+def nudged_inside(model, ids, ops, noise):
+    """The last logits (rows, vocab) where row 2k of `ids` has noise added to the k-th softmax layer's last query, 2k + 1 to its keys."""
+    layers = model.layers
+    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+        for k, i in enumerate(ops):
+            query, key, _ = query_and_key(layers[i].mixer, ops[i])
+            query[2 * k, :, -1] += 10 * query.float().std() * noise[-1].to(query)  # enough to move any attention row
+            key[2 * k + 1] += 10 * key.float().std() * noise.to(key)
+        logits = tracer.result.logits[:, -1].float().clone().save()
+    return logits
+
+
 def _truncation(model: HybridModel, exact: bool) -> Finding:
     """The model "truncated" after its last layer is the model."""
-    ids = random_ids(model, 2, 20, seed=5)
+    ours, own = model.ask(at_the_end, random_ids(model, 2, 20, seed=5))
+    gap = float((ours - own).abs().max()), float(own.std()), "the last layer"
+    return _within("exit after the last layer = logits", [gap], exact)
+
+
+def at_the_end(model, ids):
+    """The last logits (batch, vocab) of the model "truncated" after its last layer, and its own."""
     layer, norm, head = model.layers[-1], model.final_norm, model.lm_head
     scaling, cap = model.logits_scaling, model.logits_cap
     with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
         ours = truncated_logits(layer, norm, head, scaling, cap=cap).float().clone().save()
         own = tracer.result.logits[:, -1].float().clone().save()
-    gap = float((ours - own).abs().max()), float(own.std()), "the last layer"
-    return _within("exit after the last layer = logits", [gap], exact)
+    return ours, own
 
 
 def _padding(model: HybridModel, exact: bool) -> Finding:
@@ -231,18 +254,29 @@ def _padding(model: HybridModel, exact: bool) -> Finding:
         except TaskError as error:
             return Finding("left padding is refused", True, str(error))
         return Finding("left padding is refused", False, "prompts of different length were taken")
-    gaps = []
-    for length in (9, 57):
-        with torch.no_grad(), model.trace(ids[:length]) as tracer:
-            alone = tracer.result.logits[0, -1].float().clone().save()
-        with torch.no_grad(), model.trace([ids[:length], ids]) as tracer:
-            padded = tracer.result.logits[0, -1].float().clone().save()
-        gaps.append((float((alone - padded).abs().max()), float(alone.std()), f"{70 - length} pads"))
+    short = (9, 57)
+    batches = [model.encode(rows) for length in short for rows in ([ids[:length]], [ids[:length], ids])]
+    seen = model.ask(run_each, first_logits, [(batch,) for batch in batches])
+    alone, padded = seen[::2], seen[1::2]
+    gaps = [
+        (float((one - other).abs().max()), float(one.std()), f"{70 - length} pads")
+        for length, one, other in zip(short, alone, padded)
+    ]
     return _within("left padding changes nothing", gaps, exact)
+
+
+def first_logits(model, batch):
+    """The last logits (vocab,) of a batch's first row; `batch` as `HybridModel.encode` makes it."""
+    with torch.no_grad(), model.lm.trace(**batch, use_cache=False) as tracer:
+        logits = tracer.result.logits[0, -1].float().clone().save()
+    return logits
 
 
 def _attention(model: HybridModel, exact: bool) -> Finding:
     """Rows recomputed from queries and keys against the weights of the model's own eager attention."""
+    name = "attention from q and k = eager"
+    if model.remote:
+        return Finding(name, None, "not asked on a server, whose attention cannot be set")
     ids = random_ids(model, 2, 40, seed=4)
     layers, indices = model.layers, model.softmax_layers
     ops = [model.attention_op(i) for i in indices]
@@ -257,4 +291,4 @@ def _attention(model: HybridModel, exact: bool) -> Finding:
         model.module.set_attn_implementation(before)
     worst, where = max((float((ours - eager).abs().max()), f"L{i}") for i, (ours, eager) in zip(indices, rows))
     ok = worst <= 1e-5
-    return Finding("attention from q and k = eager", ok if exact else None, f"max difference {worst:.2g} at {where}")
+    return Finding(name, ok if exact else None, f"max difference {worst:.2g} at {where}")

@@ -10,7 +10,7 @@ import gc
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -27,9 +27,9 @@ from encode_address.run.batch import ids_of
 from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
 from encode_address.run.paths import PATHS, Step
-from encode_address.run.plan import Bundle, Plan, plan, without_continuation
+from encode_address.run.plan import JOB_BYTES, JOB_TOKENS, Bundle, Plan, plan, without_continuation
 from encode_address.run.projection import StandIn, costs
-from encode_address.run.steps import mixer_sums, run_bundles, run_step
+from encode_address.run.steps import mixer_sums, run_bundles, run_each, run_step
 from encode_address.run.store import Store
 from encode_address.run.wire import wire
 from encode_address.tasks.text import Text
@@ -259,6 +259,25 @@ class Engine:
             "text_sha256": self.text.sha256 if self.text else "",
             "versions": " ".join(f"{name}={version}" for name, version in versions().items()),
         }
+
+    def each(
+        self, function: Callable[..., Any], batches: Iterable[tuple[int, int, Sequence[Any]]], layers: int | None = None
+    ) -> Iterator[Any]:
+        """What `function(model, *arguments)` gives for each of `batches`: (tokens, bytes of what comes back, arguments). One
+        after the other here; elsewhere many in one job. Each is one trace through `layers` layers (default: all)."""
+        held: list[Sequence[Any]] = []
+        tokens = size = 0
+        for more, back, arguments in batches:
+            self.count(more, layers)
+            if not self.model.elsewhere:
+                yield self.model.ask(function, *arguments)
+                continue
+            if held and (tokens + more > JOB_TOKENS or size + back > JOB_BYTES):
+                yield from self.model.ask(run_each, function, held)
+                held, tokens, size = [], 0, 0
+            held, tokens, size = [*held, arguments], tokens + more, size + back
+        if held:
+            yield from self.model.ask(run_each, function, held)
 
     # -- what paths need -----------------------------------------------------------
     def means(self) -> dict[int, torch.Tensor]:

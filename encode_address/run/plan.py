@@ -20,6 +20,7 @@ from encode_address.run.cells import EMBED, FINAL, FULL, READ, Cell, Run
 from encode_address.tasks.prompts import Prompt
 
 JOB_TOKENS = 200_000  # of a job on a server: seconds to minutes, and what is lost when it fails
+JOB_BYTES = 256 << 20  # of activations that a job brings back
 STEP_ROWS = 512  # of a one-token trace; more are no faster
 
 

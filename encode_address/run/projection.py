@@ -122,23 +122,18 @@ class Fitted:
 
 def fit(engine: Any, projection: Projection) -> dict[str, Fitted]:
     """Every kind of a projection, by its name; one run over the prompts serves all of them."""
-    model, layers, unit = engine.model, engine.model.layers, projection.unit
+    model, unit = engine.model, projection.unit
     inner = projection.layers if unit == "mixers" else projection.layers[:1]
     first, last = projection.layers[0], projection.last
     sums = {(layer, paired, held): Moments() for layer in inner for paired in (True, False) for held in (True, False)}
     generator = torch.Generator().manual_seed(0)
-    for prompts, held_out in projection.batches(engine.limits.tokens):
-        engine.count(len(prompts) * len(prompts[0]), 1 + last)
-        with torch.no_grad(), model.trace(torch.tensor([p.ids for p in prompts]), logits_to_keep=1) as tracer:
-            seen = nnsight.save({})
-            if unit == "layers":
-                entering = layers[first].input.clone()
-                seen[first] = entering, mixer_output(layers[last]) - entering
-            else:
-                for layer in inner:
-                    entering = layers[layer].mixer.input.clone()
-                    seen[layer] = entering, mixer_output(layers[layer].mixer).clone()
-            tracer.stop()
+    groups = list(projection.batches(engine.limits.tokens))
+    each = 8 * len(inner) * model.config.hidden_size
+    batches = (
+        (ids.numel(), ids.numel() * each, (ids, unit, first, last, list(inner)))
+        for ids in (torch.tensor([p.ids for p in prompts]) for prompts, _ in groups)
+    )
+    for (_, held_out), seen in zip(groups, engine.each(through_layers, batches, 1 + last)):
         for layer, pair in seen.items():
             x, y = (rows.flatten(0, 1).double().cpu() for rows in pair)
             sums[layer, True, held_out].add(x.numpy(), y.numpy())
@@ -153,6 +148,23 @@ def fit(engine: Any, projection: Projection) -> dict[str, Fitted]:
         "shuffled": _fitted(mixed, model, own),
         "mean": Fitted(means, 0.0, own),
     }
+
+
+def through_layers(model, ids, unit, first, last, inner):
+    """Layer -> what enters it and what it adds, (batch, positions, d_model) each: of unit "layers" all of `first` to `last` as one,
+    of "mixers" each mixer of `inner` by itself."""
+    layers = model.layers
+    with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+        seen = nnsight.save({})
+        if unit == "layers":
+            entering = layers[first].input.clone()
+            seen[first] = entering, mixer_output(layers[last]) - entering
+        else:
+            for layer in inner:
+                entering = layers[layer].mixer.input.clone()
+                seen[layer] = entering, mixer_output(layers[layer].mixer).clone()
+        model.stop(tracer)
+    return seen
 
 
 def _fitted(found: dict[int, RidgeMap], model: Any, mixers: bool) -> Fitted:

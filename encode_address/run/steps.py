@@ -148,6 +148,17 @@ def run_read(model, step, bank):
 
 
 # -- about the unedited model ---------------------------------------------------------------
+def run_each(model, function, batches):
+    """What `function(model, *arguments)` gives for each of `batches`, which are lists of arguments."""
+    return [function(model, *arguments) for arguments in batches]
+
+
+def states_after(model, ids):
+    """The recurrent states after `ids` (batch, positions), by layer: (batch, heads, ...) each."""
+    saved = read_cache(model.prefix(ids), model.held)
+    return {layer: states["recurrent"] for layer, states in enumerate(saved) if "recurrent" in states}
+
+
 def mixer_sums(model, batches):
     """The sum of every mixer's output over all tokens of `batches` (each (batch, positions)): per layer (d_model,), in float64."""
     layers, sums = model.layers, None
