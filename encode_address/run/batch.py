@@ -32,9 +32,13 @@ def asked(cells: Sequence[Cell]) -> torch.Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in rows])
 
 
-def watched(cells: Sequence[Cell]) -> list[int]:
-    """The layers whose attention some cell wants."""
-    return sorted({layer for cell in cells for layer, _ in cell.watch})
+def watched(cells: Sequence[Cell]) -> dict[int, list[int]]:
+    """Layer -> the heads whose attention some cell wants."""
+    heads: dict[int, set[int]] = {}
+    for cell in cells:
+        for layer, head in cell.watch:
+            heads.setdefault(layer, set()).add(head)
+    return {layer: sorted(heads[layer]) for layer in sorted(heads)}
 
 
 def noise_seed(seed: int, layer: int, ids: tuple[int, ...]) -> int:

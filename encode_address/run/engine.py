@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from encode_address.errors import JobTimeout, RunError, ServerError
-from encode_address.run.batch import ids_of
+from encode_address.run.batch import ids_of, watched
 from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
 from encode_address.run.paths import PATHS, Step
@@ -318,9 +318,10 @@ class Engine:
         if "answer" in seen:
             self._answers(rows, cells, {name: value.tolist() for name, value in seen["answer"].items()})
         attention = {layer: mass.tolist() for layer, mass in seen["attention"].items()}
+        place = {layer: {head: at for at, head in enumerate(heads)} for layer, heads in watched(cells).items()}
         for i, (row, cell) in enumerate(zip(rows, cells)):
             for layer, head in cell.watch:
-                row[f"attn.L{layer}H{head}"] = attention[layer][i][head]
+                row[f"attn.L{layer}H{head}"] = attention[layer][i][place[layer][head]]
         return rows
 
     def _answers(self, rows: list[dict], cells: Sequence[Cell], answer: dict[str, list]) -> None:

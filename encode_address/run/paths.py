@@ -109,6 +109,7 @@ def _asked(engine: Any, cells: Sequence[Cell], plan: Writes, start: int = 0) -> 
         "exit": cells[0].exit,
         "start": start,
         "below": [layer for layer in watched(cells) if layer < start],
+        "watched": watched(cells),
         "returns": engine.model.family.layer_returns,
     }
 
@@ -223,7 +224,8 @@ def read(engine: Any, bundle: Bundle) -> Iterator[Step]:
     hosts, text = hosts_of(bundle.cells), bundle.cells[0].text
     row = {host.digest: i for i, host in enumerate(hosts)}
     plain, exits = _reads(bundle.pending)
-    watch = attention_calls(engine.model, watched(plain))
+    heads = watched(plain)
+    watch = attention_calls(engine.model, list(heads))
     data = {
         "do": "read",
         "ids": ids_of(hosts),
@@ -231,6 +233,7 @@ def read(engine: Any, bundle: Bundle) -> Iterator[Step]:
         "last": bundle.last_read,
         "watch": watch,
         "entries": entries_of(hosts) if watch else None,
+        "watched": heads,
         "plain": torch.tensor([row[cell.host.digest] for cell in plain]),
         "exits": {
             layer: (torch.tensor([row[c.host.digest] for c in cells]), None if text else asked(cells))

@@ -210,7 +210,12 @@ class Plan:
         if self.wire is None:
             return ""
         jobs, up, down = self.wire
-        return f"; on a server {jobs:,} jobs, {up / 1e6:,.1f} MB up, at most {down / 1e6:,.1f} MB down"
+        said = f"{jobs:,} job{'s' if jobs > 1 else ''}, {_size(up)} up, at most {_size(down)} down"
+        return f"; on a server {said}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.0f} kB"
 
 
 def plan(

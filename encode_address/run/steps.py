@@ -106,7 +106,8 @@ def run_answer(model, step, bank):
             seen["answer"] = answer(truncated_logits(layers[last], norm, head, scaling, cap=cap), tokens)
             model.stop(tracer)
     below = {layer: of_rows(bank["attention"][layer], step["entered"]) for layer in step["below"]}
-    return {"answer": seen["answer"], "attention": {**seen["attention"], **below}, "landed": seen["landed"]}
+    attention = of_heads({**seen["attention"], **below}, step["watched"])
+    return {"answer": seen["answer"], "attention": attention, "landed": seen["landed"]}
 
 
 def run_text(model, step, bank):
@@ -144,7 +145,7 @@ def run_read(model, step, bank):
                 else:
                     seen["answer"][i] = answer(of_rows(logits, rows), tokens)
         model.stop(tracer)
-    return {"attention": seen["attention"], "answer": seen["answer"], "loss": seen["loss"]}
+    return {"attention": of_heads(seen["attention"], step["watched"]), "answer": seen["answer"], "loss": seen["loss"]}
 
 
 # -- about the unedited model ---------------------------------------------------------------
@@ -194,6 +195,11 @@ def entered(bank, step):
 
 def of_rows(values, rows):
     return values[rows.to(values.device)]
+
+
+def of_heads(attention, heads):
+    """Of the attention of layers, (batch, heads, entries) each, that of the heads which are wanted, in their order."""
+    return {layer: values[:, heads[layer]] for layer, values in attention.items()}
 
 
 def found_in(bank, edits):

@@ -43,14 +43,14 @@ def wire(engine: Any, plan: Plan) -> tuple[int, int, int]:
     for job in jobs:
         steps = [[step.data for step in PATHS[bundle.path](planned, bundle)] for bundle in job]
         up += len(zstandard.ZstdCompressor(level=6).compress(cloudpickle.dumps((run_bundles, steps))))
-    down = sum(_answer(cell, engine.model.heads) for bundle in plan.bundles for cell in bundle.pending)
+    down = sum(_answer(cell) for bundle in plan.bundles for cell in bundle.pending)
     shared = (1, 0, engine.depth * engine.model.config.hidden_size * 8) if plan.shared[1] else (0, 0, 0)
     return len(jobs) + shared[0], up + shared[1], down + shared[2]
 
 
-def _answer(cell: Cell, heads: int) -> int:
+def _answer(cell: Cell) -> int:
     """Bytes of what is measured of one cell: the answer with the tokens of interest, and attention on entries."""
     if cell.text:
         return 3 * NUMBER
-    watched = len({layer for layer, _ in cell.watch}) * heads * len(cell.host.keys)
+    watched = len(cell.watch) * len(cell.host.keys)
     return NUMBER * (4 + len(cell.outcomes) + len(cell.host.choices) + watched)

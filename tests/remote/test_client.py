@@ -73,7 +73,7 @@ def test_cells_give_what_they_give_here(light, connect, there, key):
 
 def test_a_plan_says_what_is_sent(there):
     plan = Engine(there, batch_tokens=600).plan(every_path(NAME))
-    assert "on a server 1 jobs, " in str(plan)
+    assert "on a server 1 job, " in str(plan)
     assert Engine(case(NAME).model, batch_tokens=600).plan(every_path(NAME)).wire is None
 
 
