@@ -27,8 +27,10 @@ Seed = Annotated[int, typer.Option(help="seed of dictionaries; 0: the paper's")]
 Quick = Annotated[bool, typer.Option("--quick", help="fewer pairs and chat8 only, unless given")]
 Pool = Annotated[str, typer.Option(help="word pool")]
 TextSource = Annotated[str | None, typer.Option(help="for perplexity: a file, wikitext-2-v1, bundled")]
-Data = Annotated[str | None, typer.Option(help="removal-mmlu: folder or file; default: the hub's")]
+Data = Annotated[str | None, typer.Option(help="of MMLU: a folder or file; default: the hub's")]
 Knowledge = Annotated[bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval")]
+Boundary = Annotated[str | None, typer.Option(help="attention-only: split (default) or hf")]
+Lengths = Annotated[str | None, typer.Option(help="attention-only: tokens of a haystack, with commas")]
 Normalisation = Annotated[str | None, typer.Option(help="pruning: own (default) or paper")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
@@ -94,15 +96,17 @@ def run(
     data: Data = None,
     knowledge: Knowledge = None,
     normalisation: Normalisation = None,
+    boundary: Boundary = None,
+    lengths: Lengths = None,
     device: Device = None,
     dtype: Dtype = None,
     revision: Revision = None,
-    out: Annotated[Path, typer.Option(help="results go to OUT/<model>/<experiment>/")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="results go to OUT/<model>/NAME/")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Run one experiment of the paper: table, conclusion and figures in OUT/<model>/<experiment>/."""
+    """Run one experiment: table, conclusion, figures in OUT/<model>/<experiment>/."""
     from encode_address import lab
     from encode_address.figures import draw_all
     from encode_address.models.loading import card, load
@@ -112,6 +116,7 @@ def run(
     if experiment is None or model is None:
         raise EncodeAddressError("say which experiment and which model: encode-address run transplant --model tiny-gdn")
     own = {"data": data, "knowledge": knowledge, "normalisation": normalisation}
+    own |= {"boundary": boundary, "lengths": lengths}
     own = {option: value for option, value in own.items() if value is not None}
     lab.options_of(experiment, own)  # before a model is loaded
     loaded = load(model, device=device, dtype=dtype, revision=revision)

@@ -2,7 +2,7 @@
 
 An experiment is a module of `encode_address.experiments` with
 
-    SUMMARY, PAPER     one line, and the section of the paper
+    SUMMARY, PAPER     one line, and the section of the paper, or another paper
     N, QUICK_N         pairs per variant
     VARIANTS           where they are not chat8, list8 and rev8
     NEEDS_CIRCUIT      whether `find` must have said what the circuit is
@@ -93,7 +93,10 @@ def options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def listing() -> str:
     """A line per experiment: its name, its section of the paper, what it asks."""
     width = max(map(len, EXPERIMENTS))
-    return "\n".join(f"{name:<{width}}  §{module.PAPER:<5} {module.SUMMARY}" for name, module in EXPERIMENTS.items())
+    return "\n".join(
+        f"{name:<{width}}  {'§' * module.PAPER[0].isdigit()}{module.PAPER:<5} {module.SUMMARY}"
+        for name, module in EXPERIMENTS.items()
+    )
 
 
 def experiment(

@@ -13,6 +13,7 @@ FACTORS = [
     "experiment", "variant", "split", "intervention", "mode", "block", "layers", "position", "donor", "swap",
     "reader", "path", "without", "ablation", "query_from", "key_from", "arm", "site", "unit",
     "kept_set", "kept_layers", "removal", "cut", "role", "source", "mark", "part", "layer", "head",
+    "phase", "k", "by", "size", "prefill", "generation", "renorm", "span", "linear", "twice", "reach", "boundary",
 ]  # fmt: skip
 ATTENDED = ["target", "host_index", "donor_index"]  # columns that name an entry of the dictionary
 MEASURES = [
@@ -20,6 +21,8 @@ MEASURES = [
     "host_value_at_index_j", "donor_value", "host_answer_kept", "loss", "loss_without", "kl",
     "effective_rank", "numerical_rank", "significant_rank", "top_share", "map_r2",
     "restored", "floor_correct", "shuffled_correct", "log_decay", "entry_r2", "exit_r2",
+    "right", "recall", "choice_right", "log_prob", "sharpness", "mass", "retrieval", "jaccard", "overlap_chance",
+    "contains", "word_recall",
 ]  # fmt: skip
 
 

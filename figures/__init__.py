@@ -188,6 +188,7 @@ def _first_line(error: Exception) -> str:
 
 from encode_address.figures import (  # noqa: E402  they use what is above
     attention_example,
+    attention_only,
     circuit,
     construction,
     encode,
@@ -229,6 +230,7 @@ DRAWN = {
     "writers": writers,
     "routes": routes,
     "state-rank": state_rank,
+    "attention-only": attention_only,
     "transfer": transfer,
     "replacement": replacement,
 }

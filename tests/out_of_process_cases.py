@@ -10,26 +10,36 @@ import nnsight
 import torch
 
 from encode_address import measure
+from encode_address.attention.forward import edit_layers, edit_linear, edit_softmax
 from encode_address.interventions import (
     attention_row,
+    attention_scores,
+    best_heads,
     capture,
     entry_attention,
+    exposed,
     final_attention,
     gates,
     head_outputs,
     held_in,
+    keep_heads,
     mixer_output,
+    noise,
     query_and_key,
     read_cache,
     remove,
     remove_head,
+    scores_of,
+    sharpness,
     slots,
     transplant,
     truncated_logits,
+    under,
     value_of,
     write_cache,
     write_gate,
     write_key,
+    write_outputs,
     write_query,
     write_state_head,
     write_value,
@@ -201,6 +211,43 @@ def truncates_at_every_layer(model, backend):
         for i in indices:
             seen[i] = truncated_logits(layers[i], norm, head, scaling).clone()
         tracer.stop()
+    return seen
+
+
+@case(
+    edit_layers,
+    edit_softmax,
+    edit_linear,
+    scores_of,
+    attention_scores,
+    sharpness,
+    noise,
+    best_heads,
+    keep_heads,
+    writes=True,
+)
+def edits_heads_by_phase(model, backend):
+    """Two heads of each layer by sharpness before position 9, one at random from there on, and a linear mixer frozen there."""
+    ops = {layer: model.attention_op(layer) for layer in model.softmax_layers}
+    later = {"k": 1, "by": "random", "seed": 2, "linear": {model.linear_layers[0]: "freeze"}}
+    edits, rows = {"prefill": {"k": 1}, "generation": later}, torch.arange(3)
+    with torch.no_grad(), model.trace(IDS, backend=backend, logits_to_keep=1) as tracer:
+        seen = nnsight.save({})
+        seen["spoke"] = edit_layers(model, ops, edits, 9, 12, {}, rows, 11, 3)
+        seen["logits"] = tracer.result.logits[:, -1].clone()
+    return seen
+
+
+@case(edit_layers, exposed, under, write_outputs, writes=True)
+def hides_keys_by_phase(model, backend):
+    ops = {layer: model.attention_op(layer) for layer in model.softmax_layers}
+    columns, rows = {"needle": ENTRIES[:, 0].bool()}, torch.arange(3)
+    later = {"mode": "balanced", "span": "needle", "renorm": True}
+    edits = {"prefill": {"mode": "omit", "span": "needle"}, "generation": later}
+    with torch.no_grad(), model.trace(IDS, backend=backend, logits_to_keep=1) as tracer:
+        seen = nnsight.save({})
+        edit_layers(model, ops, edits, 9, 12, columns, rows, 11, 3)
+        seen["logits"] = tracer.result.logits[:, -1].clone()
     return seen
 
 

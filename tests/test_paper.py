@@ -44,7 +44,7 @@ def test_every_experiment_is_run_with_the_options_that_it_knows(ran, tmp_path):
     assert given["find"]["variants"] == ("chat8", "list8", "rev8")
     assert {call["n"] for call in given.values()} == {5}
     assert {call["seed"] for call in given.values()} == {3}
-    assert [name for name, call in ran if "data" in call] == ["removal-mmlu"]
+    assert [name for name, call in ran if "data" in call] == ["removal-mmlu", "attention-only"]
     assert [name for name, call in ran if "knowledge" in call] == ["pruning"]
     assert not any("normalisation" in call for call in given.values())
 

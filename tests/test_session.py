@@ -6,6 +6,9 @@ import pandas as pd
 import pytest
 import torch
 
+from encode_address.attention import arms
+from encode_address.attention.measured import decoded_rows, head_rows, measured
+from encode_address.experiments import attention_only
 from encode_address.models.loading import BUNDLED_DIR, GROUND_TRUTH
 from encode_address.run import plan, session
 from encode_address.run.engine import Engine
@@ -46,3 +49,27 @@ def test_every_path_in_sessions(served, monkeypatch, job_tokens):
     assert jobs > 1 if job_tokens == 500 else jobs == 1
     assert {"run_bundles", "run_step"} <= {function for function, _ in sent[0].shipped}
     assert pd.notna(found["margin"]).any()
+
+
+def test_attention_by_phase_in_sessions(served):
+    """Whole and stepped, decoding and the looks of heads: the rows that they give here."""
+    name, server = served
+    model, jobs = case(name).model, []
+
+    def backend() -> OutOfProcess:
+        jobs.append(OutOfProcess(model.lm, server))
+        return jobs[-1]
+
+    probes, _ = attention_only.task(model, "chat8").probes(3, 1, 0)
+    asked = arms.sweep(model.heads, [1], {1: ((1, 0), (7, 1))}, (0,))[:8] + arms.grid()[:4]
+    asked += arms.linear(model.linear_layers, {}, ())[:2] + arms.linear(model.linear_layers, {}, ())[-1:]
+    here, there = Engine(model), Engine(model, ask=session.on(backend))
+    for rows in (
+        lambda engine: measured(engine, probes, asked),
+        lambda engine: decoded_rows(engine, probes, asked[:2], count=2),
+        lambda engine: head_rows(engine, probes),
+    ):
+        expected, found = pd.DataFrame(rows(here)), pd.DataFrame(rows(there))
+        pd.testing.assert_frame_equal(expected, found, rtol=0, atol=1e-5)
+    assert jobs
+    assert here.tokens == there.tokens

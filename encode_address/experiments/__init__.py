@@ -1,6 +1,7 @@
 """One file per question: `cells(...)` makes the plan, `steps` and `conclude` are the whole experiment (see `lab`)."""
 
 from encode_address.experiments import (
+    attention_only,
     baseline,
     encode,
     encode_linear,
@@ -37,10 +38,12 @@ EXPERIMENTS = {
     "writers": writers,
     "routes": routes,
     "state-rank": state_rank,
+    "attention-only": attention_only,
 }
 
 __all__ = [
     "EXPERIMENTS",
+    "attention_only",
     "baseline",
     "encode",
     "encode_linear",
