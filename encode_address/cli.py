@@ -30,6 +30,8 @@ TextSource = Annotated[str | None, typer.Option(help="for perplexity: a file, wi
 Data = Annotated[str | None, typer.Option(help="removal-mmlu: folder or file; default: the hub's")]
 Knowledge = Annotated[bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval")]
 Normalisation = Annotated[str | None, typer.Option(help="pruning: own (default) or paper")]
+LensKind = Annotated[str | None, typer.Option(help="gathering: jacobian (default), rows or logit")]
+Span = Annotated[int | None, typer.Option(min=1, metavar="K", help="gathering: last K positions; default: 1")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")]
@@ -94,10 +96,12 @@ def run(
     data: Data = None,
     knowledge: Knowledge = None,
     normalisation: Normalisation = None,
+    lens: LensKind = None,
+    span: Span = None,
     device: Device = None,
     dtype: Dtype = None,
     revision: Revision = None,
-    out: Annotated[Path, typer.Option(help="results go to OUT/<model>/<experiment>/")] = Path("results"),
+    out: Annotated[Path, typer.Option(help="the folder of results")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
     dry_run: DryRun = False,
@@ -111,7 +115,7 @@ def run(
         return typer.echo(lab.listing())
     if experiment is None or model is None:
         raise EncodeAddressError("say which experiment and which model: encode-address run transplant --model tiny-gdn")
-    own = {"data": data, "knowledge": knowledge, "normalisation": normalisation}
+    own = {"data": data, "knowledge": knowledge, "normalisation": normalisation, "lens": lens, "span": span}
     own = {option: value for option, value in own.items() if value is not None}
     lab.options_of(experiment, own)  # before a model is loaded
     loaded = load(model, device=device, dtype=dtype, revision=revision)

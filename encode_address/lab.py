@@ -27,7 +27,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
@@ -124,7 +124,9 @@ def experiment(
     common = _common(module, settings)
     about = [circuit_of(module, setting) for setting in settings]
     known = circuits(model, about, seed, pool, out, text, batch_tokens) if module.NEEDS_CIRCUIT else {}
-    settings = [setting.within(known.get(variant)) for setting, variant in zip(settings, about)]
+    settings = [
+        replace(setting.within(known.get(variant)), folder=folder.parent) for setting, variant in zip(settings, about)
+    ]
     with Store(folder, fresh=fresh) as store:
         job = Job(model, settings[0].text, store, batch_tokens)
         for setting in settings:

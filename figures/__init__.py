@@ -187,12 +187,14 @@ def _first_line(error: Exception) -> str:
 
 
 from encode_address.figures import (  # noqa: E402  they use what is above
+    address_payload,
     attention_example,
     circuit,
     construction,
     encode,
     encode_linear,
     gathered,
+    gathering,
     minimal,
     models,
     overview,
@@ -229,6 +231,8 @@ DRAWN = {
     "writers": writers,
     "routes": routes,
     "state-rank": state_rank,
+    "gathering": gathering,
+    "address-payload": address_payload,
     "transfer": transfer,
     "replacement": replacement,
 }

@@ -360,7 +360,7 @@ def test_check_reports_that_all_is_well(commands, given, model):
 MEASURING = "--variants --n --seed --quick --text --pool --device --dtype --out --batch-tokens --fresh --dry-run"
 OPTIONS = {
     "find": f"--model --revision {MEASURING}",
-    "run": f"--model --revision --list --data --knowledge --normalisation {MEASURING}",
+    "run": f"--model --revision --list --data --knowledge --normalisation --lens --span {MEASURING}",
     "transfer": f"--donor --host --source --target --fit --seeds {MEASURING}",
     "replace": f"--donor --host --slot --source --target --truncate {MEASURING}",
     "paper": "folder --model --n --seed --quick --text --pool --data --knowledge --device --dtype --dry-run",

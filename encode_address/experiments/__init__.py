@@ -1,9 +1,11 @@
 """One file per question: `cells(...)` makes the plan, `steps` and `conclude` are the whole experiment (see `lab`)."""
 
 from encode_address.experiments import (
+    address_payload,
     baseline,
     encode,
     encode_linear,
+    gathering,
     minimal,
     pruning,
     query_key,
@@ -37,13 +39,17 @@ EXPERIMENTS = {
     "writers": writers,
     "routes": routes,
     "state-rank": state_rank,
+    "gathering": gathering,
+    "address-payload": address_payload,
 }
 
 __all__ = [
     "EXPERIMENTS",
+    "address_payload",
     "baseline",
     "encode",
     "encode_linear",
+    "gathering",
     "minimal",
     "pruning",
     "query_key",

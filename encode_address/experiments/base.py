@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -70,6 +71,9 @@ class Setting:
     text: Text
     circuit: Circuit | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # those of this experiment alone, by name
+    folder: Path | None = (
+        None  # the model's folder of results, for what experiments share; None where nothing is written
+    )
 
     @property
     def layout(self) -> Layout:
