@@ -34,6 +34,8 @@ LensKind = Annotated[str | None, typer.Option(help="gathering: jacobian (default
 Span = Annotated[int | None, typer.Option(min=1, metavar="K", help="gathering: last K positions; default: 1")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
+Remote = Annotated[bool, typer.Option("--remote", help="run the model on the NDIF server (see encode-address remote)")]
+Deadline = Annotated[float | None, typer.Option(help="--remote: seconds that one job may take (1800)")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")]
 
 
@@ -52,6 +54,8 @@ def find(
     out: Annotated[Path, typer.Option(help="results go to OUT/<model>/")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Find Encode, Address and readers, with controls; write the table, the verdict and the figures."""
@@ -62,12 +66,13 @@ def find(
 
     chosen = variants.split(",") if variants is not None else ["chat8"] if quick else list(job.VARIANTS)
     pairs = n if n is not None else job.QUICK_N if quick else job.N
-    if not dry_run and len(model) > 1 and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu":
+    small = not remote and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu"
+    if not dry_run and len(model) > 1 and small:
         options = {"variants": ",".join(chosen), "n": pairs, "seed": seed, "pool": pool, "text": text, "out": out}
         options |= {"batch-tokens": batch_tokens, "fresh": fresh}
         return side_by_side(["find"], model, {**options, "device": device, "dtype": dtype, "revision": revision})
     for i, name in enumerate(model):
-        loaded = load(name, device=device, dtype=dtype, revision=revision)
+        loaded = load(name, device=device, dtype=dtype, revision=revision, remote=remote, deadline=deadline)
         asked = (loaded, chosen, pairs, seed, text, pool, out)
         if dry_run:
             typer.echo(job.dry_run(*asked, batch_tokens=batch_tokens, fresh=fresh))
@@ -104,6 +109,8 @@ def run(
     out: Annotated[Path, typer.Option(help="the folder of results")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Run one experiment of the paper: table, conclusion and figures in OUT/<model>/<experiment>/."""
@@ -118,7 +125,7 @@ def run(
     own = {"data": data, "knowledge": knowledge, "normalisation": normalisation, "lens": lens, "span": span}
     own = {option: value for option, value in own.items() if value is not None}
     lab.options_of(experiment, own)  # before a model is loaded
-    loaded = load(model, device=device, dtype=dtype, revision=revision)
+    loaded = load(model, device=device, dtype=dtype, revision=revision, remote=remote, deadline=deadline)
     options = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "out": out, **own}
     options |= {"variants": variants.split(",") if variants else None, "batch_tokens": batch_tokens, "fresh": fresh}
     if dry_run:
@@ -150,6 +157,8 @@ def transfer(
     out: Annotated[Path, typer.Option(help="results go to OUT/<host>/transfer-<donor>/")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Transplant a donor's Address output into a host through a fitted map, with all controls: OUT/<host>/transfer-<donor>/."""
@@ -157,7 +166,8 @@ def transfer(
     from encode_address.figures import draw_all
     from encode_address.models.loading import load
 
-    models = [load(name, device=device, dtype=dtype) for name in (donor, host)]
+    given = {"device": device, "dtype": dtype, "remote": remote, "deadline": deadline}
+    models = [load(name, **given) for name in (donor, host)]
     options = {"source": source, "target": target, "n": n, "seed": seed, "quick": quick, "fit": fit, "seeds": seeds}
     options |= {"text": text, "pool": pool, "out": out, "batch_tokens": batch_tokens, "fresh": fresh}
     options |= {"variants": variants.split(",") if variants else None}
@@ -188,6 +198,8 @@ def replace(
     out: Annotated[Path, typer.Option(help="results go to OUT/<host>/replace-<donor>/")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Put a donor's block in place of a host's, through fitted maps, with all controls: OUT/<host>/replace-<donor>/."""
@@ -195,7 +207,8 @@ def replace(
     from encode_address.figures import draw_all
     from encode_address.models.loading import load
 
-    models = [load(name, device=device, dtype=dtype) for name in (donor, host)]
+    given = {"device": device, "dtype": dtype, "remote": remote, "deadline": deadline}
+    models = [load(name, **given) for name in (donor, host)]
     options = {"slot": slot, "source": source, "target": target, "truncate": truncate, "n": n, "seed": seed}
     options |= {"quick": quick, "text": text, "pool": pool, "out": out, "batch_tokens": batch_tokens, "fresh": fresh}
     options |= {"variants": variants.split(",") if variants else None}
@@ -276,6 +289,8 @@ def paper(
     dtype: Dtype = None,
     revision: Revision = None,
     batch_tokens: BatchTokens = None,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Run or resume every experiment on every model; write every figure and table of the paper, and results.md."""
@@ -286,12 +301,13 @@ def paper(
     asked = {"n": n, "seed": seed, "quick": quick, "pool": pool, "text": text, "data": data}
     asked |= {"knowledge": knowledge, "normalisation": normalisation}
     models = model or []
-    if not dry_run and len(models) > 1 and set(models) <= set(BUNDLED) and pick_device(device).type == "cpu":
+    small = not remote and set(models) <= set(BUNDLED) and pick_device(device).type == "cpu"
+    if not dry_run and len(models) > 1 and small:
         options = {**asked, "batch-tokens": batch_tokens, "device": device, "dtype": dtype, "revision": revision}
         side_by_side(["paper", str(folder)], models, options)
         models = []  # they have run
     for name in models:
-        loaded = load(name, device=device, dtype=dtype, revision=revision)
+        loaded = load(name, device=device, dtype=dtype, revision=revision, remote=remote, deadline=deadline)
         if dry_run:
             typer.echo(whole.dry_run(loaded, folder, batch_tokens=batch_tokens, **asked))
             continue
