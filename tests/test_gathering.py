@@ -9,7 +9,7 @@ import encode_address
 from encode_address.errors import NameNotFound
 from encode_address.gathering import sites as places
 from encode_address.gathering.sites import KINDS, Site, crossed, sites_of
-from encode_address.gathering.traced import _replacement, patch_grid, patch_states
+from encode_address.gathering.traced import patch_batches, replacement
 from encode_address.lens import fit
 from encode_address.run.batch import ids_of
 from tests import gathering_oracle as oracle
@@ -32,18 +32,18 @@ def setup(request):
             False,
             {i: torch.eye(WIDTH) + torch.randn(WIDTH, WIDTH, generator=generator) / 9 for i in range(DEPTH)},
         ),
-        "scored": (tokens[:, :2], tokens[:, 2:8].reshape(N, 2, 3)),
+        "concepts": tokens[:, :2],
+        "rivals": tokens[:, 2:8].reshape(N, 2, 3),
         "asked": tokens[:, :4],
+        "seeds": {layer: [layer * N + i for i in range(N)] for layer in range(DEPTH)},
     }
     return model, build(request.param), given
 
 
 def run(model, given, sites, kind="donor", **changes):
-    given = {**given, **changes}
-    if sites[0].kind == "state":
-        given.pop("places")
-        return patch_states(model, **given, sites=places.plain(model, sites), kind=kind)
-    return patch_grid(model, **given, sites=places.plain(model, sites), kind=kind)
+    batch = {name: value for name, value in given.items() if name != "lens"} | changes
+    (seen,) = model.ask(patch_batches, [batch], places.plain(model, sites), given["lens"], kind)
+    return seen
 
 
 def outputs_of(model, kinds=KINDS, layers=(0, 2, 5)):
@@ -64,7 +64,9 @@ def test_the_grid_is_that_of_plain_hooks(setup):
                 streams, logits = oracle.patched(module, given["hosts"], site.layer, site.kind, positions, values)
             found = seen["clean" if site is None else site.name]
             for r in range(DEPTH):
-                margin, rank = oracle.margins(module, streams[r], given["lens"][1][r], *given["scored"])
+                margin, rank = oracle.margins(
+                    module, streams[r], given["lens"][1][r], given["concepts"], given["rivals"]
+                )
                 scale = max(1.0, float(margin.std()))
                 assert (found["margin"][r] - margin).abs().max() < 1e-4 * scale, (site, r)
                 assert ((found["rank"][r] - rank).abs() <= 1).all(), (site, r)
@@ -83,7 +85,7 @@ def test_states_are_those_of_a_continued_cache(setup):
         streams, _ = oracle.state_patched(module, given["hosts"], given["donors"], None if site is None else site.layer)
         found = seen["clean" if site is None else site.name]
         for r in range(DEPTH):
-            margin, _ = oracle.margins(module, streams[r], given["lens"][1][r], *given["scored"])
+            margin, _ = oracle.margins(module, streams[r], given["lens"][1][r], given["concepts"], given["rivals"])
             assert (found["margin"][r] - margin).abs().max() < 1e-3 * max(1.0, float(margin.std())), (site, r)
     assert not torch.equal(seen["state.L5"]["margin"][5], seen["clean"]["margin"][5])
 
@@ -138,7 +140,7 @@ def test_a_value_is_found_at_the_layer_that_writes_it(where):
     given = {
         "hosts": hosts, "donors": donors, "places": (torch.full((N, 1), LENGTH - 1),) * 2,
         "lens": (False, {r: lens.matrix(r) for r in lens.readable}),
-        "scored": (most[:, None], rivals[:, None]), "asked": most[:, None],
+        "concepts": most[:, None], "rivals": rivals[:, None], "asked": most[:, None], "seeds": {},
     }  # fmt: skip
     seen = run(model, given, sites_of(model, ("residual", "mixer", "mlp")))
     expected = ((other - own).gather(1, most[:, None]) - (other - own).gather(1, rivals).mean(1, keepdim=True))[:, 0]
@@ -160,12 +162,13 @@ def model_says(model, ids):
 def test_noise_is_as_long_as_the_difference():
     generator = torch.Generator().manual_seed(0)
     own, other = torch.randn(2, 3, 2, 4, 5, generator=generator)
-    noisy = _replacement(own, other, "random", generator)
+    noisy = replacement(own, other, "random", [1, 2, 3])
     assert torch.allclose((noisy - own).norm(dim=(2, 3)), (other - own).norm(dim=(2, 3)), rtol=1e-5)
     assert (
         torch.nn.functional.cosine_similarity((noisy - own).flatten(2), (other - own).flatten(2), -1).abs() < 0.9
     ).all()
-    mean = _replacement(own, own[:0], "mean", generator)
+    assert torch.equal(noisy[1:], replacement(own[1:], other[1:], "random", [2, 3]))  # whatever else is in the batch
+    mean = replacement(own, own[:0], "mean", [])
     assert torch.allclose(mean[0], (own[1] + own[2]) / 2, atol=1e-6)
 
 

@@ -53,9 +53,9 @@ def lens_for(model: Any, task: Arms, text: Text, kind: str, folder: Path | None)
     return fit(model, prompts, tokens=tokens, skip=SKIP, longest=LONGEST, path=path, data=data)
 
 
-def plain(lens: Lens) -> tuple[bool, dict[int, torch.Tensor]]:
+def plain(lens: Lens) -> tuple[bool, dict[int, torch.Tensor | None]]:
     """A lens as `traced` takes it."""
-    return lens.kind == "rows", {layer: lens.matrix(layer) for layer in lens.readable}
+    return lens.kind == "rows", {layer: lens.carrier(layer) for layer in lens.readable}
 
 
 def columns(lens: Lens, ids: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -20,7 +20,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from encode_address.gathering.traced import final_residuals
-from encode_address.run.reading import Reading
+from encode_address.run.batch import ids_of
+from encode_address.run.reading import Reading, jobs_of
 from encode_address.tasks.arms import ARMS, Instance
 
 SEEDS, SHARE, LEAST = 3, 0.6, 3  # splits, the training share, training records that a class needs
@@ -47,11 +48,11 @@ def read_probe(engine: Any, prompts: Sequence[Any], z: Sequence[str]) -> list[di
     """Read the residuals of prompts, instance by instance in the order of ARMS, and score the probes; see above."""
     model = engine.model
     layers = probed_layers(len(model.layers))
-    size, found = max(1, engine.limits.tokens // len(prompts[0])), []
-    for start in range(0, len(prompts), size):
-        ids = torch.tensor([p.ids for p in prompts[start : start + size]])
+    size = max(1, engine.limits.tokens // len(prompts[0]))
+    batches = [ids_of(prompts[start : start + size]) for start in range(0, len(prompts), size)]
+    for ids in batches:
         engine.count(ids.numel())
-        found.append(final_residuals(model, ids, layers, torch.zeros(len(ids), 1, dtype=torch.long))["residual"])
+    found = [model.ask(final_residuals, job, layers) for job in jobs_of(batches, [ids.numel() for ids in batches])]
     hidden = torch.cat(found, 1).numpy().reshape(len(layers), len(z), len(ARMS), -1)
     rows = []
     for kind in ("z", "permuted"):

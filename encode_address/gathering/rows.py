@@ -22,9 +22,11 @@ from encode_address.errors import RunError
 from encode_address.gathering import lenses
 from encode_address.gathering import sites as places
 from encode_address.gathering.sites import Site
-from encode_address.gathering.traced import patch_grid, patch_states
+from encode_address.gathering.traced import patch_batches
 from encode_address.lens import Lens
-from encode_address.run.reading import Reading
+from encode_address.run.batch import ids_of, noise_seed
+from encode_address.run.plan import JOB_TOKENS
+from encode_address.run.reading import Reading, jobs_of
 from encode_address.tasks.arms import ArmPair, Arms
 from encode_address.tasks.prompts import Prompt
 
@@ -156,32 +158,29 @@ def read_grid(
 ) -> list[dict[str, Any]]:
     """Run one arm's grid under one sort of donor; see the module for its rows."""
     model, fitted = engine.model, lens()
-    length = len(pairs[0].target[arm].prompt)
+    length, path = len(pairs[0].target[arm].prompt), "state" if sites and sites[0].kind == "state" else "full"
     if fitted.n:
         fitted.require_position(length - 1)
-    size = len(pairs) if donor == "mean" else max(1, engine.limits.tokens // (2 * length))
-    if size < 2 and donor == "mean":
-        raise RunError("a mean of other prompts needs two of them in one batch: raise --batch-tokens")
-    rows: list[dict[str, Any]] = []
-    kind = "donor" if donor == "placebo" else donor
-    run = patch_states if sites and sites[0].kind == "state" else patch_grid
-    for start in range(0, len(pairs), size):
-        some = pairs[start : start + size]
-        given = _inputs(some, arm, fitted, span, where)
-        if run is patch_states:
-            del given["places"]
-        seen = run(
-            model, **given, sites=places.plain(model, sites), lens=lenses.plain(fitted), kind=kind, seed=seed + start
+    # A mean is that of all other prompts, whatever fits; else a batch is also no more than one job.
+    most = min(engine.limits.tokens // 2, JOB_TOKENS // (len(sites) + 3)) // length
+    size = len(pairs) if donor == "mean" else max(1, most)
+    groups = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+    costs = [tokens_for(length * len(some), len(some), len(sites), path, donor) for some in groups]
+    given = (places.plain(model, sites), lenses.plain(fitted), "donor" if donor == "placebo" else donor)
+    seen: list[dict[str, Any]] = []
+    for job in jobs_of(range(len(groups)), [sum(cost) for cost in costs]):
+        seen += model.ask(
+            patch_batches, [_inputs(groups[i], arm, sites, fitted, span, where, seed) for i in job], *given
         )
-        path = "state" if run is patch_states else "full"
-        for tokens in tokens_for(given["hosts"].numel(), len(some), len(sites), path, donor):
+        for tokens in (tokens for i in job for tokens in costs[i]):
             engine.count(tokens)
-        rows += _rows(model, some, arm, sites, seen, fitted)
-    return rows
+    return [row for some, one in zip(groups, seen) for row in _rows(model, some, arm, sites, one, fitted)]
 
 
-def _inputs(pairs: Sequence[ArmPair], arm: str, lens: Lens, span: int, where: str) -> dict[str, Any]:
-    """What a batch's forwards are given, as plain tensors."""
+def _inputs(
+    pairs: Sequence[ArmPair], arm: str, sites: Sequence[Site], lens: Lens, span: int, where: str, seed: int
+) -> dict[str, Any]:
+    """What a batch's forwards are given, as `traced` has it."""
     target, donor = ([getattr(p, side)[arm].prompt for p in pairs] for side in ("target", "donor"))
     if where == "final":
         if not 0 < span <= min(len(p) for p in (*target, *donor)):
@@ -194,11 +193,16 @@ def _inputs(pairs: Sequence[ArmPair], arm: str, lens: Lens, span: int, where: st
     every = [concepts_of(pair) for pair in pairs]
     concepts = torch.tensor(lenses.columns(lens, [[token for token, _ in one] for one in every]))
     rivals = torch.tensor([lenses.columns(lens, [against for _, against in one]) for one in every])
-    hosts, donors = (torch.tensor([p.ids for p in some]) for some in (target, donor))
-    given = {"hosts": hosts, "donors": donors, "scored": (concepts, rivals)}
-    given["asked"] = torch.tensor([p.choices for p in target])
-    given["places"] = tuple(torch.tensor(one) for one in at)
-    return given
+    written = sorted({layer for site in sites for layer in site.layers})
+    return {
+        "hosts": ids_of(target),
+        "donors": ids_of(donor),
+        "places": tuple(torch.tensor(one) for one in at),
+        "concepts": concepts,
+        "rivals": rivals,
+        "asked": torch.tensor([p.choices for p in target]),
+        "seeds": {layer: [noise_seed(seed, layer, p.ids) for p in target] for layer in written},
+    }
 
 
 def _rows(

@@ -81,6 +81,11 @@ class Lens:
             return self._direct()
         return self.sums[layer].sum(0) / self.n
 
+    def carrier(self, layer: int) -> torch.Tensor | None:
+        """`matrix`, or None where it is the identity (a logit lens, and the target of any whole lens): what is sent to where the model is."""
+        matrix = self.matrix(layer)
+        return None if self.kind != "rows" and layer not in self.sums else matrix
+
     def scores(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
         """Of a row lens: its scores (..., tokens) of residuals (..., d_model) brought out of a trace; no model is needed."""
         if self.kind != "rows":

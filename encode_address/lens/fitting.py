@@ -42,8 +42,14 @@ def fit(
     every `every` prompts and from where it goes on, to the same bits as without the interruption. `data` says where prompts are from.
 
     A shard is a fit on some of the prompts; see `merge`. Raises RunError for prompts that are repeated or too short, gradients that are
-    not finite, or a file at `path` that is of another fit; ModelError for a head that a row lens cannot be made of.
+    not finite, or a file at `path` that is of another fit; ModelError for a head that a row lens cannot be made of, or a model
+    whose weights are not here: a fit needs gradients.
     """
+    if model.elsewhere or model.weightless:
+        raise ModelError(
+            f"{model.name} runs elsewhere, and a lens is fitted where gradients are: use --lens logit, or give a published "
+            "lens file of this model"
+        )
     sources = layers_of(model, range(len(model.layers) - 1) if layers is None else layers)
     ids = [_one_prompt(model, prompt)[:, :longest] for prompt in prompts]
     digests = _digests(ids, skip)
@@ -159,7 +165,7 @@ def _directions(model: HybridModel, tokens: Sequence[int]) -> torch.Tensor:
 @contextlib.contextmanager
 def _frozen(model: HybridModel) -> Iterator[None]:
     """No weight wants a gradient meanwhile, so the graph holds activations from the lowest source on and nothing else."""
-    wanting = [] if model.remote else [p for p in model.module.parameters() if p.requires_grad]
+    wanting = [p for p in model.module.parameters() if p.requires_grad]
     try:
         for parameter in wanting:
             parameter.requires_grad_(False)

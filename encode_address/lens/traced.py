@@ -1,5 +1,6 @@
-"""What runs inside a trace to fit a lens and to read through it. Torch only."""
+"""What runs in traces, and inside them, to fit a lens and to read through it. Torch and nnsight only."""
 
+import nnsight
 import torch
 
 from encode_address.interventions.outputs import mixer_output
@@ -52,10 +53,28 @@ def head_rows(final_norm, lm_head, tokens):
 
 
 def lens_logits(hidden, jacobian, final_norm, lm_head, scaling=1.0, cap=None):
-    """What the model's head says of J h: (batch, vocab), float32. `hidden` (batch, d_model), `jacobian` (d_model, d_model).
+    """What the model's head says of J h: (batch, vocab), float32. `hidden` (batch, d_model), `jacobian` (d_model, d_model), or None
+    for the identity.
 
     `scaling` and `cap` are `model.logits_scaling` and `model.logits_cap`. The product is taken in float32.
     """
-    carried = (hidden.float() @ jacobian.to(hidden.device).float().T).to(hidden)
+    carried = hidden if jacobian is None else (hidden.float() @ jacobian.to(hidden.device).float().T).to(hidden)
     logits = lm_head(final_norm(carried[:, None]))[:, 0] / scaling
     return (logits if cap is None else (logits / cap).tanh() * cap).float()
+
+
+def read_through(model, batch, position, matrices, rows):
+    """Read a batch (`input_ids` and what goes with them) at one position, counted from the end, through one lens.
+
+    `matrices`: layer -> the lens's matrix, or None for the identity; `rows`: whether they are those of a row lens. Returns `logits`, layer ->
+    (batch, vocab) or (batch, tokens), and `own` (batch, vocab), what the model says there in the same pass: float32, on the CPU.
+    """
+    facts = (model.final_norm, model.lm_head, model.logits_scaling, model.logits_cap)
+    with torch.no_grad(), model.lm.trace(**batch, use_cache=False, logits_to_keep=-position) as tracer:
+        seen = nnsight.save({"logits": {}})
+        for layer, matrix in matrices.items():
+            hidden = mixer_output(model.layers[layer])[:, position]
+            logits = hidden.float() @ matrix.to(hidden.device).T if rows else lens_logits(hidden, matrix, *facts)
+            seen["logits"][layer] = logits.cpu()
+        seen["own"] = tracer.result.logits[:, position].float().cpu().clone()
+    return {"logits": seen["logits"], "own": seen["own"]}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from encode_address.run.plan import JOB_TOKENS
 from encode_address.tasks.prompts import Prompt
 
 
@@ -45,3 +46,16 @@ class Reading:
         own, facts = self.key(context), engine.facts()
         measured = self.read(engine, self.prompts)
         return [{"key": f"{own}-{i}", **self.labels, **row, **facts} for i, row in enumerate(measured)]
+
+
+def jobs_of(batches: Sequence[Any], tokens: Sequence[int]) -> list[list[Any]]:
+    """Batches of a reading, with what each forwards, in groups of at most JOB_TOKENS, at least one each: what `model.ask` gets at once."""
+    groups: list[list[Any]] = []
+    room = 0
+    for batch, cost in zip(batches, tokens):
+        if not groups or cost > room:
+            groups.append([])
+            room = JOB_TOKENS
+        groups[-1].append(batch)
+        room -= cost
+    return groups
