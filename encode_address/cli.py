@@ -1,11 +1,11 @@
-"""The command line: `encode-address find | run | transfer | replace | paper | compare | plan | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | run | transfer | replace | paper | compare | plan | check | remote | show | models | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -257,10 +257,38 @@ def check(
     """Verify a model: layer kinds, every write fires, identity patches, split and padded execution, attention."""
     from encode_address.models.loading import load
 
-    report = load(model, device=device, dtype=dtype, revision=revision).check()
+    _checked(load(model, device=device, dtype=dtype, revision=revision))
+
+
+def _checked(model: Any) -> None:
+    report = model.check()
     typer.echo(str(report))
     if not report.ok:
-        raise EncodeAddressError(f"{model}: a check failed (above); results on this model cannot be trusted")
+        raise EncodeAddressError(f"{model.name}: a check failed (above); results on this model cannot be trusted")
+
+
+remote_app = typer.Typer(help="The NDIF server that --remote runs models on (NDIF_HOST, NDIF_API_KEY).")
+app.add_typer(remote_app, name="remote")
+
+
+@remote_app.command("status")
+def remote_status() -> None:
+    """Say whether the server can be reached, its versions against ours, and which hybrid models it has up."""
+    from encode_address.remote.status import status
+
+    typer.echo(status())
+
+
+@remote_app.command("check")
+def remote_check(
+    model: Annotated[str, typer.Argument(help="bundled name or hub name")],
+    revision: Revision = None,
+    deadline: Deadline = None,
+) -> None:
+    """Verify a model where it is, in one job: what `encode-address check` verifies of a local one."""
+    from encode_address.models.loading import load
+
+    _checked(load(model, revision=revision, remote=True, deadline=deadline))
 
 
 @app.command()
