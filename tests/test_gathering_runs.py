@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -18,7 +17,7 @@ from encode_address.figures import gathering as figure
 from encode_address.gathering import behaviour, lenses, pooling
 from encode_address.gathering.rows import CONCEPTS, KeptLens, concepts_of, grid_readings, outcomes_of
 from encode_address.gathering.sites import Site
-from encode_address.lens import fitting
+from encode_address.lens import fitting, logit_lens
 from encode_address.metrics import select
 from encode_address.run.engine import Engine
 from encode_address.tasks import text_source
@@ -258,7 +257,7 @@ def test_wrong_options_are_said_in_one_line(model, task):
         lab.options_of("address-payload", {"span": 3})
     with pytest.raises(TaskError, match="asks dictionaries"):
         address_payload.task(model, "class4")
-    lens = lambda_of(SimpleNamespace(kind="logit", tokens=None, n=0))
+    lens = lambda_of(logit_lens(model))
     (reading,) = grid_readings(
         model, task, task.pairs(2), "flexible", [Site("mixer", (5,))], "donor", lens, {}, span=99
     )
