@@ -31,6 +31,7 @@ Data = Annotated[str | None, typer.Option(help="removal-mmlu: folder or file; de
 Knowledge = Annotated[bool | None, typer.Option("--knowledge", help="pruning: six question sets too, by lm-eval")]
 Normalisation = Annotated[str | None, typer.Option(help="pruning: own (default) or paper")]
 LensKind = Annotated[str | None, typer.Option(help="gathering: jacobian (default), rows or logit")]
+LensFile = Annotated[str | None, typer.Option(metavar="FILE", help="gathering: a published lens, in place of a fit")]
 Span = Annotated[int | None, typer.Option(min=1, metavar="K", help="gathering: last K positions; default: 1")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
@@ -102,6 +103,7 @@ def run(
     knowledge: Knowledge = None,
     normalisation: Normalisation = None,
     lens: LensKind = None,
+    lens_file: LensFile = None,
     span: Span = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -122,7 +124,8 @@ def run(
         return typer.echo(lab.listing())
     if experiment is None or model is None:
         raise EncodeAddressError("say which experiment and which model: encode-address run transplant --model tiny-gdn")
-    own = {"data": data, "knowledge": knowledge, "normalisation": normalisation, "lens": lens, "span": span}
+    own = {"data": data, "knowledge": knowledge, "normalisation": normalisation, "lens": lens, "lens_file": lens_file}
+    own |= {"span": span}
     own = {option: value for option, value in own.items() if value is not None}
     lab.options_of(experiment, own)  # before a model is loaded
     loaded = load(model, device=device, dtype=dtype, revision=revision, remote=remote, deadline=deadline)

@@ -6,18 +6,19 @@ import json
 
 import pandas as pd
 import pytest
+import torch
 
 import encode_address as ea
 from encode_address import figures, lab
-from encode_address.errors import EncodeAddressError, RunError, TaskError
-from encode_address.experiments import address_payload, gathering
+from encode_address.errors import EncodeAddressError, RunError, StoreError, TaskError
+from encode_address.experiments import address_payload
 from encode_address.experiments.base import Circuit, Setting
 from encode_address.figures import address_payload as joint_figure
 from encode_address.figures import gathering as figure
 from encode_address.gathering import behaviour, lenses, pooling
-from encode_address.gathering.rows import CONCEPTS, KeptLens, concepts_of, grid_readings, outcomes_of
+from encode_address.gathering.rows import CONCEPTS, concepts_of, grid_readings, outcomes_of
 from encode_address.gathering.sites import Site
-from encode_address.lens import fitting, logit_lens
+from encode_address.lens import fit, fitting, logit_lens
 from encode_address.metrics import select
 from encode_address.run.engine import Engine
 from encode_address.tasks import text_source
@@ -162,7 +163,9 @@ def test_the_address_makes_the_value_readable_at_the_reader(joint):
 
 
 def setting_of(model, task, circuit, lens="logit"):
-    return Setting(model, "chat8", task, 20, 0, text_source(None, bundled=True), circuit, {"lens": lens})
+    return Setting(
+        model, "chat8", task, 20, 0, text_source(None, bundled=True), circuit, {"lens": lens, "lens_file": None}
+    )
 
 
 def test_it_refuses_without_circuit_arm_lens_or_effect(joint, model, task):
@@ -212,14 +215,14 @@ def test_a_lens_is_kept_and_fitted_once(model, task, kind, tmp_path, monkeypatch
     monkeypatch.setattr(lenses, "INSTANCES", 1)
     monkeypatch.setattr(lenses, "LINES", 2)
     text = text_source(None, bundled=True)
-    kept = KeptLens(model, task, text, kind, tmp_path)
+    kept = lenses.KeptLens(model, task, text, kind, tmp_path)
     (reading,) = kept.readings({"variant": "chat8"})
     rows = reading.read(Engine(model, text), reading.prompts)
     assert [row["layer"] for row in rows] == [*range(7)]
     assert all(row["n_even"] + row["n_odd"] == 7 for row in rows)
     assert len([*(tmp_path / ".lens").glob(f"chat8-A-{kind}-*.safetensors")]) == 1
     monkeypatch.setattr(fitting, "_gradients", lambda *_: pytest.fail("it was fitted again"))
-    lens = KeptLens(model, task, text, kind, tmp_path)()
+    lens = lenses.KeptLens(model, task, text, kind, tmp_path)()
     assert (lens.tokens is None) == (kind == "jacobian")
     pairs = task.pairs(3)
     (reading,) = grid_readings(model, task, pairs, "flexible", [Site("mixer", (5,))], "donor", lambda_of(lens), {})
@@ -233,6 +236,29 @@ def test_a_lens_is_kept_and_fitted_once(model, task, kind, tmp_path, monkeypatch
 def lambda_of(lens):
     """A lens that is there already."""
     return type("Kept", (), {"settings": (lens.kind,), "__call__": lambda self: lens})()
+
+
+def test_a_published_lens_takes_the_place_of_a_fit(model, task, tmp_path, monkeypatch):
+    whole, text, file = fit(model, [list(range(4, 40))], skip=16), text_source(None, bundled=True), tmp_path / "lens.pt"
+    matrices = {layer: whole.matrix(layer) for layer in whole.layers}
+    about = {"n_prompts": 1, "source_layers": list(matrices), "d_model": model.config.hidden_size}
+    torch.save({"J": matrices, **about}, file)
+    kept = {kind: lenses.KeptLens(model, task, text, kind, None, str(file)) for kind in ("jacobian", "rows")}
+    assert not [*kept["rows"].readings({})]
+    assert kept["jacobian"].settings != kept["rows"].settings
+    tokens = lenses.candidates(task)
+    fitted = fit(model, [list(range(4, 40))], tokens=tokens, skip=16)
+    for layer in fitted.readable:
+        assert torch.allclose(kept["rows"]().matrix(layer), fitted.matrix(layer), rtol=1e-5, atol=1e-5), layer
+        assert torch.equal(kept["jacobian"]().matrix(layer), whole.matrix(layer))
+    with pytest.raises(RunError, match="a logit lens has no file"):
+        lenses.KeptLens(model, task, text, "logit", None, str(file))
+    with pytest.raises(StoreError, match="cannot be read"):
+        lenses.KeptLens(model, task, text, "rows", None, str(tmp_path / "none.pt"))
+    monkeypatch.setattr(model, "where", lambda model, function, arguments: function(model, *arguments))
+    assert lenses.KeptLens(model, task, text, "rows", None, str(file))().tokens == tokens
+    with pytest.raises(RunError, match="send its rows alone, with --lens rows"):
+        lenses.KeptLens(model, task, text, "jacobian", None, str(file))()
 
 
 def test_lens_prompts_are_of_all_arms_and_text_and_both_halves_have_both(model, task):
@@ -266,6 +292,7 @@ def test_wrong_options_are_said_in_one_line(model, task):
 
 
 def test_the_limits_of_a_small_model_are_said(model, task):
-    said = gathering.limits(setting_of(model, task, None, "rows"))
-    assert len(said) == 3
+    said = lenses.limits(setting_of(model, task, None, "rows"))
+    assert len(said) == 4
     assert "432 words" in said[0]
+    assert len(lenses.limits(setting_of(model, task, None))) == 2

@@ -17,6 +17,7 @@ table (placebo), a random direction as long as the donor's difference. Intervals
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -24,7 +25,7 @@ import pandas as pd
 from encode_address.errors import TaskError
 from encode_address.experiments.base import Conclusion, Setting, incapable
 from encode_address.gathering import lenses, pooling
-from encode_address.gathering.rows import CLEAN, CONCEPTS, KeptLens, grid_readings
+from encode_address.gathering.rows import CLEAN, CONCEPTS, grid_readings
 from encode_address.gathering.sites import Site, sites_of
 from encode_address.metrics import select
 from encode_address.run.reading import Reading
@@ -35,7 +36,7 @@ SUMMARY = "address and payload: whether the Address' patch makes the donor's val
 PAPER, N, QUICK_N = "-", 100, 24
 NEEDS_CIRCUIT, ADAPTIVE = True, False
 VARIANTS = ("chat8", "list8", "rev8")
-OPTIONS = {"lens": lenses.LENSES}
+OPTIONS = {"lens": lenses.LENSES, "lens_file": ()}
 ARM = "flexible"
 DONORS = ("donor", "placebo", "random")
 LITTLE, MOST = 0.25, 0.5  # shares of the final shift
@@ -54,7 +55,7 @@ def steps(setting: Setting) -> Iterator[Reading]:
     """The lens, then single layers' mixers and the Address block under each donor."""
     model, made = setting.model, setting.task
     labels = labels_of(setting)
-    lens = KeptLens(model, made, setting.text, setting.options["lens"], setting.folder)
+    lens = lenses.KeptLens.of(setting)
     yield from lens.readings(labels)
     sites = sites_of(model, ("mixer",))
     block = address_of(setting)
@@ -105,9 +106,15 @@ def curve(shifts: pd.DataFrame, concept: str) -> dict[int, Estimate]:
 def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     """See above. Undecided where the arm is not solved, the circuit or a reader above it is missing, the lens is not reliable, or
     the patch moves nothing that could be timed."""
+    found = _concluded(rows, setting)
+    said = "; ".join(found.figures["limits"])
+    return replace(found, why=f"{found.why}. Limits: {said}") if said else found
+
+
+def _concluded(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     rows = select(rows, experiment="address-payload")
     answered = select(rows, part="answer")
-    figures: dict[str, Any] = {"lens": setting.options["lens"]}
+    figures: dict[str, Any] = {"lens": setting.options["lens"], "limits": lenses.limits(setting)}
     halves = select(rows, part="lens")
     if len(halves):
         figures["lens split-half cosine, lowest"] = round(float(halves["cosine"].min()), 4)

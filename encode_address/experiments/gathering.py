@@ -28,7 +28,7 @@ import pandas as pd
 from encode_address.experiments.address_payload import labels_of
 from encode_address.experiments.base import Conclusion, Setting
 from encode_address.gathering import behaviour, contrasts, lenses, pooling, probe
-from encode_address.gathering.rows import CLEAN, CONCEPTS, KeptLens, grid_readings
+from encode_address.gathering.rows import CLEAN, CONCEPTS, grid_readings
 from encode_address.gathering.sites import OUTPUTS, sites_of
 from encode_address.metrics import select
 from encode_address.run.reading import Reading
@@ -39,12 +39,11 @@ SUMMARY = "gathering: where a latent value is gathered, by which mixers, and whe
 PAPER, N, QUICK_N = "-", 60, 20
 NEEDS_CIRCUIT, ADAPTIVE = False, True
 VARIANTS = ("chat8", "class4")
-OPTIONS = {"lens": lenses.LENSES, "span": ()}
+OPTIONS = {"lens": lenses.LENSES, "lens_file": (), "span": ()}
 MAIN = "flexible"
 CONTROLS = ("placebo", "random")
 ALSO = (*OUTPUTS, "state")  # sites of the arms beside the main one, and of the controls
 PROBED = 3  # instances of the probe per pair
-SMALL = 10_000  # words below which R cannot saturate and L has few decades
 
 
 def task(model: Any, variant: str, **_options: Any) -> Arms:
@@ -55,7 +54,7 @@ def task(model: Any, variant: str, **_options: Any) -> Arms:
 def steps(setting: Setting) -> Iterator[Reading]:
     """The unpatched arms first: what follows runs in those that are solved."""
     model, made, labels = setting.model, setting.task, labels_of(setting, "gathering")
-    lens = KeptLens(model, made, setting.text, setting.options["lens"], setting.folder)
+    lens = lenses.KeptLens.of(setting)
     yield from lens.readings(labels)
     span, seed, pairs = int(setting.options["span"] or 1), setting.seed, made.pairs(setting.n, setting.seed)
     seen = []
@@ -103,7 +102,7 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     """See above. Figures hold every part; the sentence holds what transports, and where."""
     rows = select(rows, experiment="gathering")
     depth, vocabulary = len(setting.layout.kinds), setting.model.config.vocab_size
-    figures: dict[str, Any] = {"lens": setting.options["lens"], "limits": limits(setting)}
+    figures: dict[str, Any] = {"lens": setting.options["lens"], "limits": lenses.limits(setting)}
     halves = select(rows, part="lens")
     if len(halves):
         figures["lens split-half cosine"] = {f"L{r.layer}": round(r.cosine, 4) for r in halves.itertuples()}
@@ -225,22 +224,6 @@ def _verdict(
         )
     kinds = {kind for kind, _ in best.values()}
     return Conclusion("holds" if kinds == {"softmax"} and not from_mlp else "does not hold", said, figures)
-
-
-def limits(setting: Setting) -> list[str]:
-    """What this model and lens cannot show."""
-    words, found = setting.model.config.vocab_size, []
-    if words < SMALL:
-        found.append(
-            f"with {words} words R cannot saturate and L spans {len(str(words)) - 1} decades, so how far they differ from M is not testable"
-        )
-    if setting.model.folder is not None:
-        found.append(
-            "what an arm demands was installed by training: the instrument is checked, not the claim about trained language models"
-        )
-    if setting.options["lens"] == "rows":
-        found.append("a row lens knows no ranks, and its M is up to a factor per row")
-    return found
 
 
 def _concentration(mixers: pd.DataFrame, window: Mapping[str, Any], concept: str, depth: int) -> dict[str, str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from encode_address.run.batch import ids_of, noise_seed
 from encode_address.run.plan import JOB_TOKENS
 from encode_address.run.reading import Reading, jobs_of
 from encode_address.tasks.arms import ArmPair, Arms
-from encode_address.tasks.prompts import Prompt
 
 CONCEPTS = ("address", "redirected", "carried", "own key", "own value")
 CLEAN = "none"
@@ -115,33 +113,6 @@ def tokens_for(tokens: int, n: int, sites: int, path: str, donor: str) -> list[i
     per site. Of states, only the last token runs again."""
     captured = [tokens * (2 if DONOR_RUNS[donor] else 1)] if sites else []
     return captured + [n if path == "state" else tokens] * (1 + sites)
-
-
-class KeptLens:
-    """Gives the lens of a task when it is first asked for. `settings` tells one lens from another before that."""
-
-    def __init__(self, model: Any, task: Arms, text: Any, kind: str, folder: Path | None) -> None:
-        self._made = (model, task, text, kind, folder)
-        self._lens: Lens | None = None
-        self.settings = (kind, task.variant, text.sha256, lenses.INSTANCES, lenses.LINES, lenses.SKIP, lenses.LONGEST)
-
-    def readings(self, labels: Mapping[str, Any]) -> Iterator[Reading]:
-        """How far the halves of its fit agree, a row per layer; nothing for a logit lens, which is fitted on nothing."""
-        _, task, text, kind, _ = self._made
-        if kind == "logit":
-            return
-        prompts = [Prompt(ids) for ids in lenses.prompts_for(task, text)]
-        yield Reading("lens", prompts, self._reliability, {**labels, "part": "lens", "lens": kind}, self.settings)
-
-    def _reliability(self, engine: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        for prompt in prompts:  # one trace each; its backward passes are not forwarded tokens
-            engine.count(len(prompt))
-        return self().reliability().to_dict("records")
-
-    def __call__(self) -> Lens:
-        if self._lens is None:
-            self._lens = lenses.lens_for(*self._made)
-        return self._lens
 
 
 def read_grid(

@@ -37,8 +37,8 @@ class Site:
         return range(self.layer + (self.kind == "residual"), depth)
 
 
-def sites_of(model: Any, kinds: Sequence[str] = KINDS, step: int = 1) -> list[Site]:
-    """Every site of these kinds that a model has, layer by layer; `step` takes every step-th layer.
+def sites_of(model: Any, kinds: Sequence[str] = KINDS) -> list[Site]:
+    """Every site of these kinds that a model has, layer by layer.
 
     Linear layers have states where the family's cache can be continued, softmax layers a query, keys and values; an MLP that is a
     layer of its own has none beside it. Raises NameNotFound for an unknown kind.
@@ -48,7 +48,7 @@ def sites_of(model: Any, kinds: Sequence[str] = KINDS, step: int = 1) -> list[Si
         raise NameNotFound(f"no site kind {unknown[0]!r}: use {', '.join(KINDS)}")
     states = model.family.continues and not model.family.held
     found = []
-    for layer, mixer in list(enumerate(model.layout.kinds))[::step]:
+    for layer, mixer in enumerate(model.layout.kinds):
         has = {
             "residual": True,
             "mixer": mixer in ("linear", "softmax"),

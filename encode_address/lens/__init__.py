@@ -2,7 +2,7 @@
 
 from encode_address.lens.files import import_published, load, save
 from encode_address.lens.fitted import Lens, logit_lens
-from encode_address.lens.fitting import fit, merge
+from encode_address.lens.fitting import fit, merge, rows_of
 from encode_address.lens.reading import Reading, read
 from encode_address.lens.traced import head_rows, lens_logits, summed_gradients
 
@@ -17,6 +17,7 @@ __all__ = [
     "logit_lens",
     "merge",
     "read",
+    "rows_of",
     "save",
     "summed_gradients",
 ]

@@ -13,7 +13,7 @@ import torch
 from encode_address.errors import ModelError, RunError
 from encode_address.lens.files import beside, load, save
 from encode_address.lens.fitted import Lens, describe, layers_of
-from encode_address.lens.traced import head_rows, summed_gradients
+from encode_address.lens.traced import read_head, summed_gradients
 from encode_address.models.hybrid import HybridModel
 
 SKIP, LONGEST, WIDTH = 16, 128, 32
@@ -69,6 +69,19 @@ def fit(
             if path is not None and ((place + 1) % every == 0 or lens.finished):
                 save(lens, path)
     return lens
+
+
+def rows_of(lens: Lens, model: HybridModel, tokens: Sequence[int]) -> Lens:
+    """The row lens of `tokens` that a whole lens holds: the head's rows times its matrices, a d_model-th of it to send to where a model runs.
+
+    Raises RunError for a lens that has no whole matrices, or ids the model does not have; ModelError for a head without rows.
+    """
+    lens.require(model)
+    if lens.kind != "jacobian":
+        raise RunError(f"a {lens.kind} lens has no matrices to take rows of: give a Jacobian lens")
+    directions = _directions(model, tokens)
+    about = {**lens.about, "kind": "rows", "tokens": [int(token) for token in tokens]}
+    return Lens({layer: directions @ values for layer, values in lens.sums.items()}, lens.counts, about, directions)
 
 
 def merge(shards: Sequence[Lens]) -> Lens:
@@ -149,17 +162,12 @@ def _directions(model: HybridModel, tokens: Sequence[int]) -> torch.Tensor:
         or wanted.max() >= model.config.vocab_size
     ):
         raise RunError("a row lens needs different token ids of the model's vocabulary")
-    norm, head = model.final_norm, model.lm_head
-    with torch.no_grad(), model.trace([[0]]) as tracer:
-        rows, off = head_rows(norm, head, wanted)
-        rows = rows.cpu().save()
-        off = off.cpu().save()
-        tracer.stop()
-    if not off <= _NORM:
+    found = model.ask(read_head, wanted)
+    if not found["off"] <= _NORM:
         raise ModelError(
             f"{model.name}: its head is more than an RMS norm and a matrix, so it has no row lens: fit without tokens"
         )
-    return rows
+    return found["rows"]
 
 
 @contextlib.contextmanager

@@ -52,6 +52,17 @@ def head_rows(final_norm, lm_head, tokens):
     return weight[tokens.to(weight.device)].float() * gain, off
 
 
+def read_head(model, tokens):
+    """`head_rows` of a model, in a trace of its own: `rows` (k, d_model) and `off`, on the CPU."""
+    norm, head = model.final_norm, model.lm_head
+    with torch.no_grad(), model.trace(torch.zeros(1, 1, dtype=torch.long)) as tracer:
+        seen = nnsight.save({})
+        rows, off = head_rows(norm, head, tokens)
+        seen.update({"rows": rows.cpu(), "off": off.cpu()})
+        model.stop(tracer)
+    return seen
+
+
 def lens_logits(hidden, jacobian, final_norm, lm_head, scaling=1.0, cap=None):
     """What the model's head says of J h: (batch, vocab), float32. `hidden` (batch, d_model), `jacobian` (d_model, d_model), or None
     for the identity.
