@@ -330,13 +330,15 @@ def models() -> None:
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help="tiny-gdn, tiny-mamba2 or tiny-gdn-negative")],
+    model: Annotated[
+        str, typer.Argument(help="tiny-gdn, tiny-mamba2, tiny-gdn-negative, or with -arms one of the first two")
+    ],
     seed: Annotated[int, typer.Option(help="of the initial weights and of all that is drawn")] = 0,
     out: Annotated[Path, typer.Option(help="goes to OUT/<model>-seed<N>/, a model to load to its model/")] = Path(
         "trained"
     ),
 ) -> None:
-    """Train a bundled model from nothing, on one core; the same command goes on where a stopped one was."""
+    """Train a bundled model, on one core: from nothing, or with -arms from the weights of another. Goes on where it was stopped."""
     from encode_address.train import train as run
 
     folder = run(model, seed, out, on_line=lambda line: typer.echo(_training(line), err=True))

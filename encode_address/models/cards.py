@@ -39,7 +39,19 @@ def _paragraph(name: str, card: dict[str, Any], layout: Layout) -> str:
         card["purpose"],
         f"accuracy {right}; perplexity {card['perplexity']:.2f}; {card['parameters']:,} parameters",
         f"seed {card['seed']}; {tried} seed{'s' * (tried > 1)} tried, {finished} finished; {card['command']}",
+        *_arms(card),
         *(f"imposed in training: {line}" for line in card["imposed"]),
         *(f"falls short: {d['demand']}: {d['value']:.2f}" for d in card["demands"] if not d["met"]),
     ]
     return "\n  ".join(lines)
+
+
+def _arms(card: dict[str, Any]) -> list[str]:
+    """What a card says of the five arms, a line per variant."""
+    if "arms" not in card:
+        return []
+    return [
+        f"arms of {variant} (n = {card['arms']['instances']}, forced choice): "
+        + ", ".join(f"{arm} {right:.3f}" for arm, right in by.items())
+        for variant, by in card["arms"]["accuracy"].items()
+    ]

@@ -21,7 +21,8 @@ from encode_address.models.layout import Layout
 
 BUNDLED_DIR = Path(__file__).parent / "bundled"
 GROUND_TRUTH = ("tiny-gdn", "tiny-mamba2")
-TRAINED = (*GROUND_TRUTH, "tiny-gdn-negative")
+ARMED = tuple(f"{name}-arms" for name in GROUND_TRUTH)  # continue them: they answer the five demand arms as well
+TRAINED = (*GROUND_TRUTH, "tiny-gdn-negative", *ARMED)
 UNTRAINED = tuple(f"{name}-untrained" for name in GROUND_TRUTH)
 BUNDLED = TRAINED + UNTRAINED
 # Tokenizer files that say nothing about a class of their own: AutoTokenizer would go by the model type

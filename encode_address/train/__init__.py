@@ -10,17 +10,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from encode_address.errors import ModelError, NameNotFound
 from encode_address.models.layout import Layout
+from encode_address.models.loading import BUNDLED_DIR
 from encode_address.run.engine import versions
 from encode_address.run.store import locked
+from encode_address.train.arms import measured
 from encode_address.train.export import write_model
 from encode_address.train.loop import Run
 from encode_address.train.measure import PLACES, circuit, redirected, scores
 from encode_address.train.recipe import RECIPES
 
 CLASSES = {"gdn": "Qwen3_5ForCausalLM (Gated DeltaNet)", "mamba2": "GraniteMoeHybridForCausalLM (Mamba-2)"}
+ARMS_DATA = ", and the five demand arms over dictionaries of 8 entries and over classes of 4"
 DATA = (
     "dictionaries of random key-value pairs (4, 8 or 16 entries of 128 keys and 64 values, three formats, seven surfaces) asked "
     "several times over, and stories of a small grammar; what is measured is drawn with another seed"
@@ -31,7 +35,8 @@ SCREEN_LATE, SCREEN_FIRST = 0.9, 0.1
 def train(
     name: str, seed: int = 0, out: str | Path = "trained", on_line: Callable[[dict[str, Any]], Any] = lambda line: None
 ) -> Path:
-    """Train a model from nothing, or go on where a stopped run of the same seed was; returns its folder, for `load`.
+    """Train a model from nothing (a `-arms` model from the weights of the one it continues), or go on where a stopped run of
+    the same seed was; returns its folder, for `load`.
 
     OUT/<name>-seed<N>/ holds a checkpoint and a log per stage, `card.json`, and `model/`. One thread: with the same
     seed the same machine gives the same weights. `on_line` is called with each line of the log.
@@ -53,7 +58,7 @@ def train(
                 "architecture": CLASSES[recipe.architecture],
                 "purpose": recipe.purpose,
                 "command": f"encode-address train {name} --seed {seed}",
-                "data": DATA,
+                "data": DATA + ARMS_DATA * bool(recipe.start),
                 "seed": seed,
                 "steps": {stage.name: stage.steps for stage in recipe.stages},
                 "wall_seconds": {},
@@ -61,13 +66,13 @@ def train(
                 "versions": versions(),
                 "imposed": list(recipe.imposed),
             }
-            model = None
+            model = _weights_of(recipe.start) if recipe.start else None
             for stage in recipe.stages:
                 run = Run(stage, recipe.architecture, seed, folder, model)
                 run.resume()
                 model = run.train(on_line)
                 card["wall_seconds"][stage.name] = round(run.seconds)
-                if stage is recipe.stages[0]:
+                if stage is recipe.stages[0] and not recipe.start:
                     card["base"] = screen(model)
                     if problem := _problem(card["base"]):
                         card["status"] = f"not grown: {problem}"
@@ -75,11 +80,17 @@ def train(
                         raise ModelError(f"{name}, seed {seed}: {problem}; take another seed")
             card |= {"parameters": sum(p.numel() for p in model.parameters()), **scores(model)}
             card["circuit"] = circuit(model)
+            if recipe.start:
+                card |= {"continues": recipe.start, "arms": measured(model)}
             write_model(model, folder / "model", card)
             _write(folder, card)
     finally:
         torch.set_num_threads(threads)
     return folder / "model"
+
+
+def _weights_of(name: str) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name, dtype=torch.float32)
 
 
 def screen(model: nn.Module) -> dict[str, float]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from encode_address.run.store import write_whole
+from encode_address.train.arms import drawn
 from encode_address.train.build import build, grow
 from encode_address.train.data import FORMATS, Asked, ask, text_batch
 from encode_address.train.hooks import Positions, attention, silenced
@@ -40,6 +41,7 @@ class Run:
         self.accuracy: float | None = None  # running, on the last level so far
         self.keyless_accuracy: float | None = None
         self.text_loss: float | None = None
+        self.arms: dict[str, dict[str, float]] = {}  # running accuracy by variant and arm
         matrices = {id(p): p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n}
         others = [p for p in self.model.parameters() if id(p) not in matrices]
         self.optimizers = [
@@ -56,7 +58,7 @@ class Run:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        names = ("step", "level", "seconds", "accuracy", "keyless_accuracy", "text_loss")
+        names = ("step", "level", "seconds", "accuracy", "keyless_accuracy", "text_loss", "arms")
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -106,6 +108,8 @@ class Run:
         last = self.level == len(self.stage.levels) - 1
         if last and self.rng.random() < self.stage.text:
             loss, line = self._text(share)
+        elif last and stage.arms and self.rng.random() < stage.arms:
+            loss, line = self._arms(share)
         else:
             loss, line = self._lookup(share)
         loss.backward()
@@ -123,6 +127,23 @@ class Run:
         self.text_loss = _running(self.text_loss, loss.item())
         return loss, self._line()
 
+    def _arms(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A batch of each family, so that no step is of one family alone."""
+        parts = [self._family(self.rng.choice(variants), share) for variants in self.stage.arms_of]
+        return torch.stack(parts).mean(), self._line()
+
+    def _family(self, variant: str, share: float) -> torch.Tensor:
+        batch = drawn(variant, self.stage.arm_instances, self.rng)
+        with attention(self.model, [guide.layer for guide in self.stage.guides]) as weights:
+            logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
+        loss, _ = _loss(logits, batch.ids, batch.at)
+        for guide in self.stage.guides:
+            mass = batch.mass(weights[guide.layer], separators=guide.target == "entry")
+            loss = loss - guide.weight * _fade(share, self.stage.guide_fade) * torch.log(mass + 1e-3).mean()
+        running = self.arms.setdefault(variant, {})
+        running |= {arm: _running(running.get(arm), right) for arm, right in batch.right(logits[:, batch.at]).items()}
+        return loss
+
     def _lookup(self, share: float) -> tuple[torch.Tensor, dict[str, Any]]:
         stage, rng = self.stage, self.rng
         level = self.level if rng.random() < 0.85 else rng.randrange(self.level + 1)
@@ -135,18 +156,14 @@ class Run:
         guided = [guide.layer for guide in stage.guides]
         with self._silenced(drops, batch), attention(self.model, guided) as weights:
             logits = self.model(input_ids=batch.ids[:, :-1], use_cache=False).logits
-        target = batch.ids[:, 1:]
-        each = cross_entropy(logits.transpose(1, 2), target, reduction="none")
-        answers = torch.zeros(each.shape[1], dtype=torch.bool)
-        answers[batch.answers] = True
-        answer = each[:, answers].mean()
-        loss = answer + OTHERS * each[:, ~answers].mean()
+        loss, answer = _loss(logits, batch.ids, batch.answers)
         masses = {}
         for guide in stage.guides:
             mass = _mass_on(guide.target, weights[guide.layer], batch)
             masses[guide.target] = round(mass.mean().item(), 3)
             loss = loss - guide.weight * _fade(share, stage.guide_fade) * torch.log(mass + 1e-3).mean()
-        right = (logits[:, answers].argmax(-1) == target[:, answers]).float().mean().item()
+        given = batch.ids[:, [position + 1 for position in batch.answers]]
+        right = (logits[:, batch.answers].argmax(-1) == given).float().mean().item()
         if any(drop.where == "dictionary" for drop in drops):
             self.keyless_accuracy = _running(self.keyless_accuracy, right)
         elif level == self.level:
@@ -158,7 +175,9 @@ class Run:
     def _line(self) -> dict[str, Any]:
         size, words = self.stage.levels[self.level]
         running = {n: getattr(self, n) for n in ("accuracy", "keyless_accuracy", "text_loss")}
-        return {"entries": size, "words": words, **{n: v and round(v, 4) for n, v in running.items()}}
+        line = {"entries": size, "words": words, **{n: v and round(v, 4) for n, v in running.items()}}
+        arms = {name: {arm: round(v, 2) for arm, v in by.items()} for name, by in self.arms.items()}
+        return line | ({"arms": arms} if arms else {})
 
     def _drawn(self, share: float, where: tuple[str, ...]) -> list[Drop]:
         """The drops of this batch: none before the last level."""
@@ -172,6 +191,15 @@ class Run:
             for i in drop.layers:
                 where.setdefault(i, []).append(_positions(drop.where, batch))
         return silenced(self.model, where)
+
+
+def _loss(logits: torch.Tensor, ids: torch.Tensor, answers: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of (batch, positions - 1) logits, and the part of it that is of the answers."""
+    each = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    is_answer = torch.zeros(each.shape[1], dtype=torch.bool)
+    is_answer[answers] = True
+    answer = each[:, is_answer].mean()
+    return answer + OTHERS * each[:, ~is_answer].mean(), answer
 
 
 def _positions(where: str, batch: Asked | None) -> Positions:

@@ -70,16 +70,21 @@ class Stage:
     drops: tuple[Drop, ...] = ()
     drop_fade: tuple[float, float] = (0.65, 0.8)
     origin: dict[int, int] = field(default_factory=dict)  # growth: layer -> layer of the stage before
+    arms: float = 0.0  # share of the batches that are no text, once the last level is reached, in which the five arms are asked ...
+    arms_of: tuple[tuple[str, ...], ...] = ()  # ... of one variant of each of these families
+    arm_instances: int = 8  # of each
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one bundled model is made: its stages, and in words what they do not leave to the model."""
+    """How one bundled model is made: its stages, and in words what they do not leave to the model. `start` is the bundled
+    model whose weights it continues from; without it the first stage begins with new ones, and is screened."""
 
     architecture: str
     purpose: str
     stages: tuple[Stage, ...]
     imposed: tuple[str, ...]
+    start: str = ""
 
 
 # Text can rely on the new block, and on no other mixer: each of them may be silent at any time, whatever the others are.
@@ -139,6 +144,22 @@ AT_VALUES = tuple(
     for stage in (BASE_STAGE, GROWN_STAGE)
 )
 
+
+def _arms_stage(grown: Stage) -> Stage:
+    """The five arms, from a grown model: what was imposed on lookups and texts stays imposed there; on the arms, which layer reads."""
+    return replace(
+        grown,
+        name="arms",
+        steps=1800,
+        muon=0.01,
+        adam=2e-3,
+        text=0.15,
+        arms=0.75,
+        arms_of=(("chat8", "list8", "rev8"), ("class4",)),
+        origin={},
+    )
+
+
 _GROUND_TRUTH = "A tiny trained hybrid with a known circuit: ground truth for this toolkit, not evidence for the paper."
 _UNTIL = f"off for the last {1 - GROWN_STAGE.drop_fade[1]:.0%} of steps"
 _READS = f"which softmax layer reads (auxiliary attention loss on L7, off for the last {1 - GROWN_STAGE.guide_fade[1]:.0%} of steps)"
@@ -150,6 +171,20 @@ _CIRCUIT = (
     f"no other layer before the reader is needed to build the query (dropped at the question or the answer, {_UNTIL})",
     f"the block outside the circuit has text to work on (every other mixer dropped in two thirds of the text, {_UNTIL})",
 )
+
+
+def _arms(architecture: str, start: str, grown: Stage) -> Recipe:
+    """The model that continues `start` with the five arms."""
+    return Recipe(
+        architecture,
+        f"{start}, trained further until it answers the five demand arms as well: demand installed by training, to test the "
+        "instruments of gathering with.",
+        (_arms_stage(grown),),
+        ("which demand a note stands for (trained on the arms themselves)", *_CIRCUIT),
+        start,
+    )
+
+
 RECIPES = {
     "tiny-gdn": Recipe("gdn", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
     "tiny-mamba2": Recipe("mamba2", _GROUND_TRUTH, AT_VALUES, _CIRCUIT),
@@ -162,4 +197,6 @@ RECIPES = {
             f"a softmax layer fetches the asked key (auxiliary attention loss on L3; linear blocks dropped at the question, {_UNTIL})",
         ),
     ),
+    "tiny-gdn-arms": _arms("gdn", "tiny-gdn", GROWN_STAGE),
+    "tiny-mamba2-arms": _arms("mamba2", "tiny-mamba2", AT_VALUES[-1]),
 }

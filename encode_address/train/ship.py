@@ -1,9 +1,9 @@
 """From trained seeds to bundled models: which seed is shipped, and what its card says of the others.
 
-    python -m encode_address.train.ship trained
+    python -m encode_address.train.ship trained [NAME ...]
 
 takes every TRAINED/<name>-seed<N>/card.json, chooses one seed per model by the rule below, and writes it to the
-package with a card that lists all seeds, and the held-out and training text that perplexity is measured on.
+package (of all models, or of those named) with a card that lists all seeds, and the held-out and training text that perplexity is measured on.
 """
 
 from __future__ import annotations
@@ -67,9 +67,34 @@ def negative_demands(card: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def arm_demands(card: dict[str, Any], perplexity: float) -> list[dict[str, Any]]:
+    """What a model that continues another should do on top of `demands`: answer the arms, and keep to the text (`perplexity`: of
+    the other)."""
+    worst = {variant: min(by.values()) for variant, by in card["arms"]["accuracy"].items()}
+    dictionary = min(worst[variant] for variant in PLAIN)
+    inferred = min(worst[variant] for variant in worst if variant not in PLAIN)
+    ratio = round(card["perplexity"] / perplexity, 4)
+    return [
+        {"demand": "answers every arm of chat8, list8 and rev8 (accuracy at least .95)", "value": dictionary,
+         "met": dictionary >= 0.95},
+        {"demand": "answers every arm of class4 (accuracy at least .95)", "value": inferred, "met": inferred >= 0.95},
+        {"demand": f"text stays as it was (perplexity at most 1.1 times that of {card['continues']})", "value": ratio,
+         "met": ratio <= 1.1},
+    ]  # fmt: skip
+
+
+def _demands(name: str, card: dict[str, Any]) -> list[dict[str, Any]]:
+    if name.endswith("-negative"):
+        return negative_demands(card)
+    if "continues" not in card:
+        return demands(card)
+    start = json.loads((BUNDLED_DIR / card["continues"] / "card.json").read_text())
+    return demands(card) + arm_demands(card, start["perplexity"])
+
+
 def row(card: dict[str, Any]) -> dict[str, Any]:
     """One seed in the table of all seeds."""
-    out = {key: card[key] for key in ("seed", "status", "wall_seconds", "base")}
+    out = {key: card[key] for key in ("seed", "status", "wall_seconds", "base") if key in card}
     if "circuit" not in card:
         return out
     return out | {
@@ -80,15 +105,15 @@ def row(card: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ship(trained: Path, target: Path = BUNDLED_DIR) -> list[str]:
-    """Choose and copy; returns a line per model. Raises StoreError when a model has no finished seed."""
+def ship(trained: Path, target: Path = BUNDLED_DIR, names: Sequence[str] = ()) -> list[str]:
+    """Choose and copy the models of these names, or all; returns a line per model. Raises StoreError when a model has no finished seed."""
     lines = []
-    for name in RECIPES:
+    for name in names or RECIPES:
         cards = [json.loads(path.read_text()) for path in trained.glob(f"{name}-seed*/card.json")]
         cards.sort(key=lambda card: card["seed"])
         for card in cards:
             if "circuit" in card:
-                card["demands"] = negative_demands(card) if name.endswith("-negative") else demands(card)
+                card["demands"] = _demands(name, card)
         chosen = choose(cards)
         if chosen is None:
             raise StoreError(f"no finished seed of {name} in {trained}: run encode-address train {name} --seed N")
@@ -113,4 +138,4 @@ def choose(cards: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    print("\n".join(ship(Path(sys.argv[1]))))
+    print("\n".join(ship(Path(sys.argv[1]), names=sys.argv[2:])))
