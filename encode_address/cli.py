@@ -346,7 +346,7 @@ def train(
 
 
 def _training(line: dict) -> str:
-    shown = ("accuracy", "keyless_accuracy", "text_loss")
+    shown = ("accuracy", "keyless_accuracy", "class_accuracy", "text_loss")
     numbers = ", ".join(f"{name.replace('_', ' ')} {line[name]:.3f}" for name in shown if line.get(name) is not None)
     return f"{line['stage']} {line['step']}, {line['seconds']:.0f} s, {line['entries']} entries: {numbers}"
 

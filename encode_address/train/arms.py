@@ -13,7 +13,7 @@ from torch import nn
 
 from encode_address.models.loading import BUNDLED_DIR, GROUND_TRUTH
 from encode_address.tasks.arm_records import Instance
-from encode_address.tasks.arm_words import ARMS, arm_lexicon
+from encode_address.tasks.arm_words import ARMS, ArmLexicon, arm_lexicon
 from encode_address.tasks.arms import Arms
 from encode_address.train.data import NEW_TURN
 from encode_address.train.words import POOLS, tokenizer
@@ -96,6 +96,12 @@ def drawn(variant: str, n: int, rng: random.Random) -> Armed:
     return armed(instances, rng.sample(ARMS, len(ARMS)))
 
 
+def class_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Labels and symbols of the class family: what its tables are made of."""
+    lexicon = _lexicon()
+    return tuple(lexicon.classes), lexicon.symbols
+
+
 @torch.no_grad()
 def arm_accuracy(
     model: nn.Module, variants: Sequence[str] = MEASURED, pool: str = POOL, n: int = N, seed: int = SEED
@@ -118,5 +124,9 @@ def measured(model: nn.Module) -> dict[str, Any]:
 
 @lru_cache
 def _arms(variant: str, pool: str) -> Arms:
-    own = tokenizer()
-    return Arms(variant, own, arm_lexicon(own, BUNDLED_DIR / GROUND_TRUTH[0]), pool)
+    return Arms(variant, tokenizer(), _lexicon(), pool)
+
+
+@lru_cache
+def _lexicon() -> ArmLexicon:
+    return arm_lexicon(tokenizer(), BUNDLED_DIR / GROUND_TRUTH[0])

@@ -20,8 +20,6 @@ BETWEEN = {"equals": " .", "is": " ."}  # after an answer and before the next qu
 NEW_TURN = " . <user>"
 
 _IDS = {word: i for i, word in enumerate(vocabulary())}
-_KEY_IDS = torch.tensor([_IDS[word] for word in KEYS])
-_VALUE_IDS = torch.tensor([_IDS[word] for word in VALUES])
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,10 @@ def ask(
     rows: int,
     generator: torch.Generator,
     words: int = len(KEYS),
+    lists: tuple[Sequence[str], Sequence[str]] = (KEYS, VALUES),
 ) -> Asked:
-    """Random dictionaries of `size` entries, from the first `words` keys and values, asked once in each of `surfaces`."""
-    keys, values = _KEY_IDS[:words], _VALUE_IDS[:words]
+    """Random dictionaries of `size` entries, from the first `words` keys and values of `lists`, asked once in each of `surfaces`."""
+    keys, values = (torch.tensor([_IDS[word] for word in some[:words]]) for some in lists)
     own = torch.stack([keys[torch.randperm(len(keys), generator=generator)[:size]] for _ in range(rows)])
     theirs = torch.stack([values[torch.randperm(len(values), generator=generator)[:size]] for _ in range(rows)])
     targets = torch.randint(size, (rows, len(surfaces)), generator=generator)

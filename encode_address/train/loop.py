@@ -15,15 +15,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from encode_address.run.store import write_whole
-from encode_address.train.arms import drawn
+from encode_address.train.arms import class_words, drawn
 from encode_address.train.build import build, grow
 from encode_address.train.data import FORMATS, Asked, ask, text_batch
 from encode_address.train.hooks import Positions, attention, silenced
 from encode_address.train.recipe import Drop, Stage
+from encode_address.train.words import KEYS, VALUES
 
 SAVE_EVERY, LOG_EVERY = 50, 25
 OTHERS = 0.1  # weight of the loss on tokens that are no answers
 MEMORY = 0.9  # of the running accuracy
+RUNNING = ("accuracy", "keyless_accuracy", "class_accuracy", "text_loss")
 
 
 class Run:
@@ -40,6 +42,7 @@ class Run:
         self.step, self.level, self.seconds = 0, 0, 0.0
         self.accuracy: float | None = None  # running, on the last level so far
         self.keyless_accuracy: float | None = None
+        self.class_accuracy: float | None = None  # of lookups among the words of the classes
         self.text_loss: float | None = None
         self.arms: dict[str, dict[str, float]] = {}  # running accuracy by variant and arm
         matrices = {id(p): p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n}
@@ -58,7 +61,7 @@ class Run:
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
-        names = ("step", "level", "seconds", "accuracy", "keyless_accuracy", "text_loss", "arms")
+        names = ("step", "level", "seconds", *RUNNING, "arms")
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -151,7 +154,11 @@ class Run:
         surfaces = [rng.choice(stage.surfaces) for _ in range(stage.questions)]
         if self.stage.sizes and level == len(stage.levels) - 1:
             size = rng.choice(stage.sizes)
-        batch = ask(rng.choice(FORMATS), size, surfaces, stage.rows, self.generator, words)
+        classes = bool(stage.classes) and rng.random() < stage.classes
+        if classes:
+            size = rng.choice(stage.class_sizes)
+        lists = class_words() if classes else (KEYS, VALUES)
+        batch = ask(rng.choice(FORMATS), size, surfaces, stage.rows, self.generator, words, lists)
         drops = self._drawn(share, ("dictionary", "question", "answer", "lookup"))
         guided = [guide.layer for guide in stage.guides]
         with self._silenced(drops, batch), attention(self.model, guided) as weights:
@@ -164,7 +171,9 @@ class Run:
             loss = loss - guide.weight * _fade(share, stage.guide_fade) * torch.log(mass + 1e-3).mean()
         given = batch.ids[:, [position + 1 for position in batch.answers]]
         right = (logits[:, batch.answers].argmax(-1) == given).float().mean().item()
-        if any(drop.where == "dictionary" for drop in drops):
+        if classes:
+            self.class_accuracy = _running(self.class_accuracy, right)
+        elif any(drop.where == "dictionary" for drop in drops):
             self.keyless_accuracy = _running(self.keyless_accuracy, right)
         elif level == self.level:
             self.accuracy = _running(self.accuracy, right)
@@ -174,7 +183,7 @@ class Run:
 
     def _line(self) -> dict[str, Any]:
         size, words = self.stage.levels[self.level]
-        running = {n: getattr(self, n) for n in ("accuracy", "keyless_accuracy", "text_loss")}
+        running = {n: getattr(self, n) for n in RUNNING}
         line = {"entries": size, "words": words, **{n: v and round(v, 4) for n, v in running.items()}}
         arms = {name: {arm: round(v, 2) for arm, v in by.items()} for name, by in self.arms.items()}
         return line | ({"arms": arms} if arms else {})

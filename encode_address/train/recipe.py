@@ -73,6 +73,8 @@ class Stage:
     arms: float = 0.0  # share of the batches that are no text, once the last level is reached, in which the five arms are asked ...
     arms_of: tuple[tuple[str, ...], ...] = ()  # ... of one variant of each of these families
     arm_instances: int = 8  # of each
+    classes: float = 0.0  # share of the lookups whose entries are labels and symbols of the classes ...
+    class_sizes: tuple[int, ...] = (4, 8)  # ... in dictionaries of these sizes
 
 
 @dataclass(frozen=True)
@@ -146,16 +148,20 @@ AT_VALUES = tuple(
 
 
 def _arms_stage(grown: Stage) -> Stage:
-    """The five arms, from a grown model: what was imposed on lookups and texts stays imposed there; on the arms, which layer reads."""
+    """The five arms, from a grown model: what was imposed on lookups and texts stays imposed there; on the arms, which layer reads.
+
+    Labels and symbols of the classes are no keys and values of the dictionaries: unless they are looked up in dictionaries
+    too, the reader never learns to tell the symbols of a class table apart.
+    """
     return replace(
         grown,
         name="arms",
-        steps=1800,
-        muon=0.01,
-        adam=2e-3,
-        text=0.15,
-        arms=0.75,
+        steps=2000,
+        text=0.12,
+        decay=0.5,
+        arms=0.7,
         arms_of=(("chat8", "list8", "rev8"), ("class4",)),
+        classes=0.4,
         origin={},
     )
 
