@@ -18,6 +18,7 @@ from encode_address.models.loading import BUNDLED_DIR
 from encode_address.run.engine import versions
 from encode_address.run.store import locked
 from encode_address.train.arms import measured
+from encode_address.train.build import renewed
 from encode_address.train.export import write_model
 from encode_address.train.loop import Run
 from encode_address.train.measure import PLACES, circuit, redirected, scores
@@ -66,7 +67,7 @@ def train(
                 "versions": versions(),
                 "imposed": list(recipe.imposed),
             }
-            model = _weights_of(recipe.start) if recipe.start else None
+            model = renewed(_weights_of(recipe.start), seed) if recipe.start else None
             for stage in recipe.stages:
                 run = Run(stage, recipe.architecture, seed, folder, model)
                 run.resume()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,13 +28,14 @@ class Armed:
     """Instances of one variant, each asked in some of its arms one after the other, every answer given before the next note.
 
     `ids` (instances, positions); `turns`: by arm the position whose next token is its answer; `choices`: by arm the tokens to
-    choose from (instances, candidates); `marker`: the marker's position.
+    choose from (instances, candidates); `marker`: the marker's position; `passage`: those of a class's members.
     """
 
     ids: torch.Tensor
     turns: dict[str, int]
     choices: dict[str, torch.Tensor]
     marker: int
+    passage: tuple[int, ...]
 
     @property
     def at(self) -> list[int]:
@@ -55,13 +56,15 @@ class Armed:
 
     def mass(self, weights: torch.Tensor, separators: bool) -> torch.Tensor:
         """Attention (instances, heads, positions, positions) of `at` on what the answer is read from: where it is printed up to
-        there, or the marker (control); with `separators` on the token after it too. Mean over heads, of the answers that can be
-        read: (answers,)."""
+        there, or the marker (control), or the passage (a class reported or continued); with `separators` on the token after it too.
+        Mean over heads, of the answers that can be read: (answers,)."""
         rows = weights[:, :, self.at].mean(1)
         past = torch.arange(rows.shape[-1]) <= torch.tensor(self.at)[:, None]
         on = (self.ids[:, None, : rows.shape[-1]] == self.answers[..., None]) & past
         if "control" in self.turns:
             on[:, [*self.turns].index("control"), self.marker] = True
+        for arm in {"automatic", "report"} & {*self.turns}:
+            on[:, [*self.turns].index(arm), list(self.passage)] = True
         printed = on.any(-1)
         if separators:
             on[..., 1:] |= on[..., :-1].clone()
@@ -86,6 +89,7 @@ def armed(instances: Sequence[Instance], order: Sequence[str]) -> Armed:
         {arm: length - 1 + turn * step for turn, arm in enumerate(order)},
         {arm: torch.tensor([instance[arm].prompt.choices for instance in instances]) for arm in order},
         min(first.span("marker")),
+        first.spans.get("passage", ()),
     )
 
 
@@ -96,10 +100,10 @@ def drawn(variant: str, n: int, rng: random.Random) -> Armed:
     return armed(instances, rng.sample(ARMS, len(ARMS)))
 
 
-def class_words() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Labels and symbols of the class family: what its tables are made of."""
+def class_words() -> tuple[Mapping[str, tuple[str, ...]], tuple[str, ...]]:
+    """Of the class family: the members of every label, and the symbols."""
     lexicon = _lexicon()
-    return tuple(lexicon.classes), lexicon.symbols
+    return lexicon.classes, lexicon.symbols
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from encode_address.train.words import vocabulary
+from encode_address.train.words import KEYS, VALUES, unread, vocabulary
 
 WIDTH, HEADS, HEAD_DIM = 64, 2, 32
 LINEAR_HEADS, STATE, LINEAR_DIM = 4, 16, 32  # of a linear mixer: heads, key (or state) size, value size
@@ -98,6 +98,18 @@ def build(architecture: str, pattern: str, seed: int) -> nn.Module:
                 _init_linear(linear(layer), architecture, len(pattern), FORGETFUL if first else LASTING)
             else:
                 _init_softmax(layer.self_attn, architecture)
+    return model
+
+
+def renewed(model: nn.Module, seed: int) -> nn.Module:
+    """The model, with new embeddings for the words that it has never read: drawn with the mean and the standard deviations of
+    those of keys and values. Training has only ever pushed theirs away from what is said, all in one direction, so that the model
+    cannot tell one from another (mean cosine 1.00). What it computes from other words stays."""
+    ids = {word: i for i, word in enumerate(vocabulary())}
+    weight, new = model.model.embed_tokens.weight.data, [ids[word] for word in unread()]
+    known = weight[[ids[word] for word in (*KEYS, *VALUES)]]
+    drawn = torch.randn(len(new), weight.shape[1], generator=torch.Generator().manual_seed(seed))
+    weight[new] = known.mean(0) + known.std(0) * drawn
     return model
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,12 @@ def ask(
     generator: torch.Generator,
     words: int = len(KEYS),
     lists: tuple[Sequence[str], Sequence[str]] = (KEYS, VALUES),
+    members: Mapping[str, Sequence[str]] | None = None,
 ) -> Asked:
-    """Random dictionaries of `size` entries, from the first `words` keys and values of `lists`, asked once in each of `surfaces`."""
+    """Random dictionaries of `size` entries, from the first `words` keys and values of `lists`, asked once in each of `surfaces`.
+
+    With `members` (some words for each key), half of the questions name one of these instead of the key.
+    """
     keys, values = (torch.tensor([_IDS[word] for word in some[:words]]) for some in lists)
     own = torch.stack([keys[torch.randperm(len(keys), generator=generator)[:size]] for _ in range(rows)])
     theirs = torch.stack([values[torch.randperm(len(values), generator=generator)[:size]] for _ in range(rows)])
@@ -86,6 +90,8 @@ def ask(
             table.gather(1, chosen[:, turn : turn + 1])[:, 0]
             for table, chosen in ((own, targets), (own, others), (theirs, targets))
         )
+        if members is not None:
+            key = _instead(key, members, generator)
         asking = WORDINGS[f"{form}/{surface}" if surface else form].question
         write(asking, {"key": (key, "asked"), "other": (other, "")})
         write("{value}", {"value": (value, "answer")})
@@ -100,6 +106,15 @@ def ask(
         question=question,
         asked=places["asked"],
     )
+
+
+def _instead(keys: torch.Tensor, members: Mapping[str, Sequence[str]], generator: torch.Generator) -> torch.Tensor:
+    """Half of these keys (rows,), and of the others a member each."""
+    ids = {_IDS[label]: [_IDS[word] for word in some] for label, some in members.items()}
+    drawn = torch.randint(2**31, keys.shape, generator=generator).tolist()
+    kept = torch.rand(keys.shape, generator=generator) < 0.5
+    named = torch.tensor([ids[key][number % len(ids[key])] for key, number in zip(keys.tolist(), drawn)])
+    return torch.where(kept, keys, named)
 
 
 # -- text -------------------------------------------------------------------------------------

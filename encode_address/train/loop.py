@@ -157,8 +157,11 @@ class Run:
         classes = bool(stage.classes) and rng.random() < stage.classes
         if classes:
             size = rng.choice(stage.class_sizes)
-        lists = class_words() if classes else (KEYS, VALUES)
-        batch = ask(rng.choice(FORMATS), size, surfaces, stage.rows, self.generator, words, lists)
+        form, lists, members = rng.choice(FORMATS), (KEYS, VALUES), None
+        if classes:
+            members, symbols = class_words()
+            lists = (tuple(members), symbols)
+        batch = ask(form, size, surfaces, stage.rows, self.generator, words, lists, members)
         drops = self._drawn(share, ("dictionary", "question", "answer", "lookup"))
         guided = [guide.layer for guide in stage.guides]
         with self._silenced(drops, batch), attention(self.model, guided) as weights:

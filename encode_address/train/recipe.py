@@ -73,8 +73,8 @@ class Stage:
     arms: float = 0.0  # share of the batches that are no text, once the last level is reached, in which the five arms are asked ...
     arms_of: tuple[tuple[str, ...], ...] = ()  # ... of one variant of each of these families
     arm_instances: int = 8  # of each
-    classes: float = 0.0  # share of the lookups whose entries are labels and symbols of the classes ...
-    class_sizes: tuple[int, ...] = (4, 8)  # ... in dictionaries of these sizes
+    classes: float = 0.0  # share of the lookups of a class's symbol, by its label or a member ...
+    class_sizes: tuple[int, ...] = (4, 8)  # ... in tables of these sizes
 
 
 @dataclass(frozen=True)
@@ -147,23 +147,27 @@ AT_VALUES = tuple(
 )
 
 
-def _arms_stage(grown: Stage) -> Stage:
+def _arms_stages(grown: Stage) -> tuple[Stage, Stage]:
     """The five arms, from a grown model: what was imposed on lookups and texts stays imposed there; on the arms, which layer reads.
 
-    Labels and symbols of the classes are no keys and values of the dictionaries: unless they are looked up in dictionaries
-    too, the reader never learns to tell the symbols of a class table apart.
+    Labels and symbols of the classes are no keys and values of the dictionaries. Without a stage in which they are looked
+    up, the reader never learns to tell the symbols of a class table apart.
     """
-    return replace(
+    grown = replace(grown, rows=16, text=0.12, origin={})
+    whole = (1.0, 2.0)  # nothing fades
+    words = replace(
+        grown, name="words", steps=300, classes=0.8, decay=0.2, power=1.0, guide_fade=whole, drop_fade=whole
+    )
+    arms = replace(
         grown,
         name="arms",
-        steps=2000,
-        text=0.12,
+        steps=1600,
         decay=0.5,
-        arms=0.7,
+        arms=0.75,
         arms_of=(("chat8", "list8", "rev8"), ("class4",)),
         classes=0.4,
-        origin={},
     )
+    return words, arms
 
 
 _GROUND_TRUTH = "A tiny trained hybrid with a known circuit: ground truth for this toolkit, not evidence for the paper."
@@ -185,8 +189,12 @@ def _arms(architecture: str, start: str, grown: Stage) -> Recipe:
         architecture,
         f"{start}, trained further until it answers the five demand arms as well: demand installed by training, to test the "
         "instruments of gathering with.",
-        (_arms_stage(grown),),
-        ("which demand a note stands for (trained on the arms themselves)", *_CIRCUIT),
+        _arms_stages(grown),
+        (
+            "which demand a note stands for (trained on the arms themselves)",
+            "which class a word belongs to (lookups of a class's symbol by one of its members)",
+            *_CIRCUIT,
+        ),
         start,
     )
 

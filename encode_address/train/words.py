@@ -36,7 +36,7 @@ STORY = (  # of the grammar: topics, places, verbs, qualities, and what joins th
     "horse dog cat bird fish door chair boat window letter story song water fire wind rain snow cloud bread milk salt "
     "sugar honey river house road garden market school forest island mountain valley tower bridge walks runs sits "
     "stands falls opens closes grows holds near in on at from know like see want find take good bad big small old new "
-    "red blue green dark light I you we they the and or there are this that a"
+    "red blue green dark light I you we they the and or there here are this that a"
 ).split()
 OTHER_TASKS = (  # needle, recall and five-arm tasks
     "Remember secret code number password hidden place word list pair recall repeat first second third fourth fifth "
@@ -86,6 +86,17 @@ def vocabulary() -> list[str]:
     """Every word, in the order of its token id; padded with reserved tokens to a multiple of 8."""
     words = list(dict.fromkeys([*SPECIAL, *ASKING, *KEYS, *VALUES, *STORY, *OTHER_TASKS, *RESERVED]))
     return words + [f"<reserved{len(RESERVED) + i}>" for i in range(-len(words) % 8)]
+
+
+def unread() -> list[str]:
+    """Words of the vocabulary that no dictionary and no story holds: those kept for other tasks, and some of asking."""
+    read = {
+        *KEYS,
+        *VALUES,
+        *STORY,
+        *(word for wording in WORDINGS.values() for part in asdict(wording).values() for word in str(part).split()),
+    }
+    return [word for word in dict.fromkeys([*ASKING, *OTHER_TASKS]) if word not in read]
 
 
 def tokenizer() -> Any:
