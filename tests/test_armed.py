@@ -12,10 +12,11 @@ import encode_address as ea
 from encode_address.models.cards import listing
 from encode_address.models.loading import ARMED, BUNDLED_DIR, GROUND_TRUTH, card
 from encode_address.tasks.arm_words import ARMS
-from encode_address.train import arms, measure, ship, train
+from encode_address.train import arms, data, measure, ship, train
+from encode_address.train.build import renewed
 from encode_address.train.loop import Run
-from encode_address.train.recipe import RECIPES
-from encode_address.train.words import KEYS, POOLS, VALUES, vocabulary
+from encode_address.train.recipe import ALL_SURFACES, RECIPES
+from encode_address.train.words import KEYS, POOLS, VALUES, unread, vocabulary
 
 N = 24
 
@@ -108,19 +109,78 @@ def test_the_guide_looks_at_where_the_answer_is_printed(separators):
     assert batch.mass(weights, separators).tolist() == [0.0, 0.5] * 3  # one head of two, from its own turn
 
 
+def test_a_class_is_reported_and_continued_from_its_passage_or_where_it_is_printed():
+    instances = arms._arms("class4", "A").instances(3, 5)
+    words = set(instances[0]["report"].passage.replace(",", " ").split())
+    read = {"automatic": 5, "report": 5 + 1, "flexible": 1, "control": 1, "supplied": 1}  # three members, two commas
+    for arm in ARMS:
+        batch = arms.armed(instances, [arm])
+        weights = torch.ones(3, 2, len(batch.ids[0]) - 1, len(batch.ids[0]) - 1)
+        assert batch.mass(weights, separators=False).tolist() == [read[arm]] * 3
+        assert {NAMES[i] for i in batch.ids[0, list(batch.passage)].tolist()} == words | {","}
+
+
+def test_a_class_is_looked_up_by_its_label_or_a_member():
+    members, symbols = arms.class_words()
+    generator = torch.Generator().manual_seed(0)
+    batch = data.ask("list", 4, ["plain"] * 5, 40, generator, lists=(tuple(members), symbols), members=members)
+    named = 0
+    for row, targets in zip(batch.ids.tolist(), batch.targets.tolist()):
+        said = [NAMES[i] for i in row]
+        for place, answer, target in zip(batch.asked, batch.answers, targets):
+            label = said[batch.keys[target]]
+            assert said[answer + 1] == said[batch.values[target]] in symbols
+            assert said[place] in (label, *members[label])
+            named += said[place] != label
+    assert 70 <= named <= 130  # of 200, half
+
+
+# -- words that were never read -----------------------------------------------------------------
+def test_words_called_unread_are_in_no_story_and_no_dictionary():
+    rng, generator = random.Random(0), torch.Generator().manual_seed(0)
+    batches = [data.text_batch(200, rng, test=test) for test in (False, True)]
+    batches += [data.ask(form, 8, ALL_SURFACES, 8, generator).ids for form in data.FORMATS]
+    seen = {NAMES[i] for batch in batches for i in batch.unique().tolist()}
+    assert not seen & set(unread())
+    assert {"secret", "hidden", "one", "yes", "no", "repeat"} <= set(unread())
+
+
+@pytest.mark.parametrize("name", GROUND_TRUTH)
+def test_words_that_were_never_read_begin_anew_and_nothing_else_changes(name):
+    before, after = ea.load(name).module, ea.load(name).module
+    old = before.model.embed_tokens.weight.detach().clone()
+    renewed(after, 0)
+    new, rows = after.model.embed_tokens.weight.detach(), [NAMES.index(word) for word in unread()]
+    kept = [i for i in range(len(NAMES)) if i not in rows]
+    assert torch.equal(old[kept], new[kept])
+
+    def alike(weight):
+        unit = torch.nn.functional.normalize(weight[rows], dim=1)
+        return float((unit @ unit.T)[~torch.eye(len(rows), dtype=bool)].mean())
+
+    assert alike(old) > 0.95
+    assert alike(new) < 0.6
+    ids = data.ask("chat", 8, [""], 4, torch.Generator().manual_seed(0)).ids
+    with torch.no_grad():
+        assert torch.equal(before(input_ids=ids).logits[..., kept], after(input_ids=ids).logits[..., kept])
+
+
 # -- training ---------------------------------------------------------------------------------
 @pytest.fixture
 def short(monkeypatch):
-    """Recipes of three steps, all of arms, and small measures."""
-    few = {"steps": 3, "arms": 1.0, "text": 0.0, "arm_instances": 1, "arms_of": (("class4",),)}
-    recipes = {name: RECIPES[name] for name in ARMED}
+    """Recipes of two steps a stage, of lookups and of arms, without the measures of every model."""
+    few = {"steps": 2, "text": 0.0, "rows": 2}
+    armed = few | {"arms": 1.0, "arm_instances": 1, "arms_of": (("class4",),)}
     recipes = {
-        name: dataclasses.replace(recipe, stages=(dataclasses.replace(recipe.stages[0], **few),))
-        for name, recipe in recipes.items()
+        name: dataclasses.replace(
+            RECIPES[name],
+            stages=tuple(dataclasses.replace(stage, **some) for stage, some in zip(RECIPES[name].stages, (few, armed))),
+        )
+        for name in ARMED
     }
     monkeypatch.setattr("encode_address.train.RECIPES", recipes)
-    monkeypatch.setattr("encode_address.train.scores", lambda model: measure.scores(model, rows=4))
-    monkeypatch.setattr("encode_address.train.circuit", lambda model: measure.circuit(model, rows=4))
+    monkeypatch.setattr("encode_address.train.scores", lambda model: {"perplexity": 1.0})  # measured in test_train
+    monkeypatch.setattr("encode_address.train.circuit", lambda model: {})
     monkeypatch.setattr("encode_address.train.arms.N", 2)
 
 
@@ -139,8 +199,11 @@ def test_training_continues_the_bundled_weights_without_a_screen(short, tmp_path
         lines = []
         folder = train(name, 1, tmp_path, lines.append)
     start, trained = ea.load(recipe.start), ea.load(str(folder))
+    same = [i for i, word in enumerate(NAMES) if word not in unread()]
     for key, value in start.module.state_dict().items():
-        assert torch.equal(begun[0][key], value), key
+        rows = same if len(value) == len(NAMES) else slice(None)  # embeddings, and the tied head
+        assert torch.equal(begun[0][key][rows], value[rows]), key
+    assert [line["stage"] for line in lines] == [stage.name for stage in recipe.stages] == ["words", "arms"]
     assert start.layout == trained.layout
     assert start.fingerprint != trained.fingerprint
     assert set(lines[-1]["arms"]["class4"]) == set(ARMS)
@@ -151,7 +214,7 @@ def test_training_continues_the_bundled_weights_without_a_screen(short, tmp_path
 
 def test_the_log_of_the_arms_survives_a_stop(tmp_path):
     few = {"steps": 2, "pattern": "la", "arms": 1.0, "text": 0.0, "arm_instances": 1, "drops": (), "guides": ()}
-    stage = dataclasses.replace(RECIPES[ARMED[0]].stages[0], **few)
+    stage = dataclasses.replace(RECIPES[ARMED[0]].stages[1], **few)
     whole = Run(stage, "mamba2", 0, tmp_path, None)
     whole.train()
     again = Run(stage, "mamba2", 0, tmp_path, None)

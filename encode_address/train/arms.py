@@ -123,7 +123,7 @@ def arm_accuracy(
 
 def measured(model: nn.Module) -> dict[str, Any]:
     """The accuracies of a card, and on how many instances, of which word pool and seed."""
-    return {"accuracy": arm_accuracy(model), "instances": N, "pool": POOL, "seed": SEED}
+    return {"accuracy": arm_accuracy(model, n=N), "instances": N, "pool": POOL, "seed": SEED}
 
 
 @lru_cache
