@@ -174,7 +174,9 @@ def short(monkeypatch):
     recipes = {
         name: dataclasses.replace(
             RECIPES[name],
-            stages=tuple(dataclasses.replace(stage, **some) for stage, some in zip(RECIPES[name].stages, (few, armed))),
+            stages=tuple(
+                dataclasses.replace(stage, **some) for stage, some in zip(RECIPES[name].stages, (few, armed, armed))
+            ),
         )
         for name in ARMED
     }
@@ -203,7 +205,7 @@ def test_training_continues_the_bundled_weights_without_a_screen(short, tmp_path
     for key, value in start.module.state_dict().items():
         rows = same if len(value) == len(NAMES) else slice(None)  # embeddings, and the tied head
         assert torch.equal(begun[0][key][rows], value[rows]), key
-    assert [line["stage"] for line in lines] == [stage.name for stage in recipe.stages] == ["words", "arms"]
+    assert [line["stage"] for line in lines] == [stage.name for stage in recipe.stages] == ["words", "arms", "settle"]
     assert start.layout == trained.layout
     assert start.fingerprint != trained.fingerprint
     assert set(lines[-1]["arms"]["class4"]) == set(ARMS)

@@ -25,7 +25,10 @@ from encode_address.train.measure import PLACES, circuit, redirected, scores
 from encode_address.train.recipe import RECIPES
 
 CLASSES = {"gdn": "Qwen3_5ForCausalLM (Gated DeltaNet)", "mamba2": "GraniteMoeHybridForCausalLM (Mamba-2)"}
-ARMS_DATA = ", and the five demand arms over dictionaries of 8 entries and over classes of 4"
+ARMS_DATA = (
+    ", and the five demand arms over dictionaries of 4 and 8 entries and over classes of 4, and symbols of classes asked for by "
+    "label or member"
+)
 DATA = (
     "dictionaries of random key-value pairs (4, 8 or 16 entries of 128 keys and 64 values, three formats, seven surfaces) asked "
     "several times over, and stories of a small grammar; what is measured is drawn with another seed"

@@ -147,11 +147,12 @@ AT_VALUES = tuple(
 )
 
 
-def _arms_stages(grown: Stage) -> tuple[Stage, Stage]:
+def _arms_stages(grown: Stage) -> tuple[Stage, ...]:
     """The five arms, from a grown model: what was imposed on lookups and texts stays imposed there; on the arms, which layer reads.
 
     Labels and symbols of the classes are no keys and values of the dictionaries. Without a stage in which they are looked
-    up, the reader never learns to tell the symbols of a class table apart.
+    up, the reader never learns to tell the symbols of a class table apart. The last stage is for what is learned last (the
+    key listed next), and for plain lookups.
     """
     grown = replace(grown, rows=16, text=0.12, origin={})
     whole = (1.0, 2.0)  # nothing fades
@@ -167,7 +168,18 @@ def _arms_stages(grown: Stage) -> tuple[Stage, Stage]:
         arms_of=(("chat8", "list8", "rev8"), ("class4",)),
         classes=0.4,
     )
-    return words, arms
+    settle = replace(
+        grown,
+        name="settle",
+        steps=800,
+        muon=0.01,
+        adam=2.5e-3,
+        text=0.15,
+        arms=0.65,
+        arms_of=(("chat8", "list8", "rev8"), ("chat4", "list4", "rev4", "class4")),
+        classes=0.15,
+    )
+    return words, arms, settle
 
 
 _GROUND_TRUTH = "A tiny trained hybrid with a known circuit: ground truth for this toolkit, not evidence for the paper."
