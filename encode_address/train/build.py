@@ -18,6 +18,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 
 from encode_address.train.words import vocabulary
@@ -25,12 +27,14 @@ from encode_address.train.words import vocabulary
 WIDTH, HEADS, HEAD_DIM = 64, 2, 32
 LINEAR_HEADS, STATE, LINEAR_DIM = 4, 16, 32  # of a linear mixer: heads, key (or state) size, value size
 CHUNK = 64
+SPREAD = 0.06  # of weights at the start
+CLASSES = {"gdn": Qwen3_5ForCausalLM, "mamba2": GraniteMoeHybridForCausalLM, "griffin": RecurrentGemmaForCausalLM}
 # Step sizes of a linear layer's decay at the start, smallest and largest.
 LASTING, FORGETFUL = (0.001, 0.1), (0.03, 0.3)
 
 
 def config(architecture: str, pattern: str) -> Any:
-    """The configuration of "gdn" or "mamba2" with layers as in `pattern`: l linear, a softmax attention."""
+    """The configuration of "gdn", "mamba2" or "griffin" with layers as in `pattern`: l linear, a softmax attention."""
     kinds = [{"l": "linear_attention", "a": "full_attention"}[letter] for letter in pattern]
     shared = {
         "vocab_size": len(vocabulary()),
@@ -42,7 +46,7 @@ def config(architecture: str, pattern: str) -> Any:
         "layer_types": kinds,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
-        "initializer_range": 0.06,
+        "initializer_range": SPREAD,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -65,6 +69,16 @@ def config(architecture: str, pattern: str) -> Any:
             linear_num_value_heads=LINEAR_HEADS,
             rope_parameters=rope,
         )
+    if architecture == "griffin":
+        letters = {"l": "recurrent", "a": "attention"}
+        own = {**shared, "intermediate_size": 4 * WIDTH}  # it is halved between gate and value
+        del own["layer_types"], own["initializer_range"]
+        return RecurrentGemmaConfig(
+            **own,
+            block_types=[letters[letter] for letter in pattern],
+            attention_window_size=shared["max_position_embeddings"],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        )
     return GraniteMoeHybridConfig(
         **shared,
         shared_intermediate_size=2 * WIDTH,
@@ -86,28 +100,32 @@ def build(architecture: str, pattern: str, seed: int) -> nn.Module:
     """A model with copy-like initialisation; the same weights for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = {"gdn": Qwen3_5ForCausalLM, "mamba2": GraniteMoeHybridForCausalLM}[architecture](
-            config(architecture, pattern)
-        )
+        model = CLASSES[architecture](config(architecture, pattern))
         embeddings = model.model.embed_tokens.weight.data
         # A direction that all words share: with it, attention by similarity has something to subtract from.
-        embeddings[1:] += model.config.initializer_range * torch.sign(torch.randn(WIDTH))
+        embeddings[1:] += SPREAD * torch.sign(torch.randn(WIDTH))
         for layer in model.model.layers:
             if mixer(layer) is linear(layer):
                 first = layer is model.model.layers[0]
-                _init_linear(linear(layer), architecture, len(pattern), FORGETFUL if first else LASTING)
+                steps = FORGETFUL if first else LASTING
+                if architecture == "griffin":
+                    _init_griffin(linear(layer), steps)
+                else:
+                    _init_linear(linear(layer), architecture, len(pattern), steps)
             else:
-                _init_softmax(layer.self_attn, architecture)
+                _init_softmax(mixer(layer), architecture)
     return model
 
 
 def mixer(layer: nn.Module) -> nn.Module:
     """A decoder layer's mixer."""
-    return linear(layer) or layer.self_attn
+    return linear(layer) or getattr(layer, "self_attn", None) or layer.temporal_block
 
 
 def linear(layer: nn.Module) -> nn.Module | None:
     """A decoder layer's linear mixer, or None."""
+    if hasattr(layer, "temporal_block"):  # RecurrentGemma has one name for both kinds
+        return layer.temporal_block if hasattr(layer.temporal_block, "rg_lru") else None
     return getattr(layer, "linear_attn", None) or getattr(layer, "mamba", None)
 
 
@@ -125,6 +143,19 @@ def _init_linear(module: nn.Module, architecture: str, depth: int, steps: tuple[
             weight[: module.key_dim] = weight[keys]
 
 
+def _init_griffin(module: nn.Module, steps: tuple[float, float]) -> None:
+    """Decays as in `_init_linear` where the gate is half open, a smoothing convolution, gates that tell words apart, and an
+    output projection that undoes the input's."""
+    low, high = (math.log(step) for step in steps)
+    rate = torch.empty(module.lru_width).uniform_(low, high).exp() * torch.empty(module.lru_width).uniform_(1, 16)
+    module.rg_lru.recurrent_param.data = torch.log(torch.expm1(rate / 4))  # decay: exp(-8 * gate * softplus of it)
+    module.conv_1d.weight.data = 0.3 + 0.15 * torch.randn_like(module.conv_1d.weight)
+    for gate in (module.rg_lru.input_gate_weight, module.rg_lru.recurrent_gate_weight):
+        gate.data = torch.randn_like(gate) / math.sqrt(gate.shape[-1])
+    module.linear_out.weight.data = 0.5 * module.linear_x.weight.data.T.clone()
+    module.linear_y.bias.data.fill_(1.0)  # its gate lets most through
+
+
 def _init_softmax(module: nn.Module, architecture: str) -> None:
     key, value = module.k_proj.weight.data, module.v_proj.weight.data
     for weight in (key, value):
@@ -135,6 +166,8 @@ def _init_softmax(module: nn.Module, architecture: str) -> None:
         module.q_norm.weight.data.fill_(0.6)
         module.k_norm.weight.data.fill_(0.6)
     else:
+        if architecture == "griffin":
+            key *= 1.5  # as sharp as the others: no norm of queries and keys, no multiplier
         module.q_proj.weight.data.copy_(key)
 
 
@@ -149,6 +182,6 @@ def grow(small: nn.Module, architecture: str, pattern: str, origin: Mapping[int,
             weight.copy_(old[name])
         elif int(parts[2]) in origin:
             weight.copy_(old[".".join([*parts[:2], str(origin[int(parts[2])]), *parts[3:]])])
-        elif parts[-2] in ("out_proj", "o_proj", "down_proj", "output_linear"):
+        elif parts[-2] in ("out_proj", "o_proj", "down_proj", "output_linear", "linear_out"):
             weight.zero_()
     return large

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -40,7 +41,9 @@ class Run:
         self.accuracy: float | None = None  # running, on the last level so far
         self.keyless_accuracy: float | None = None
         self.text_loss: float | None = None
-        matrices = {id(p): p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n}
+        matrices = {
+            id(p): p for n, p in self.model.named_parameters() if p.ndim == 2 and not re.search("embed|bias", n)
+        }
         others = [p for p in self.model.parameters() if id(p) not in matrices]
         self.optimizers = [
             torch.optim.Muon(
