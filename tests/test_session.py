@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from encode_address.models.loading import BUNDLED_DIR, GROUND_TRUTH
-from encode_address.run import plan, session
+from encode_address.remote import session
+from encode_address.run import plan
 from encode_address.run.engine import Engine
 from tests.oracle_cases import case
 from tests.outofprocess import OutOfProcess, Server
@@ -36,8 +37,10 @@ def test_every_path_in_sessions(served, monkeypatch, job_tokens):
         sent.append(OutOfProcess(model.lm, server))
         return sent[-1]
 
-    here, there = Engine(model, batch_tokens=600), Engine(model, batch_tokens=600, ask=session.on(backend))
-    expected, found = here.run(cells), there.run(cells)
+    here, there = Engine(model, batch_tokens=600), Engine(model, batch_tokens=600)
+    expected = here.run(cells)
+    monkeypatch.setattr(model, "where", session.on(backend))
+    found = there.run(cells)
     pd.testing.assert_frame_equal(expected, found, rtol=0, atol=1e-6)
     assert expected["said"].tolist() == found["said"].tolist()
     assert (there.traces, there.tokens) == (here.traces, here.tokens)

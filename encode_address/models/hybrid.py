@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from encode_address.errors import ModelError, TaskError
 from encode_address.interventions import read_cache
 from encode_address.models.families import Family
 from encode_address.models.layout import Block, Layout
+from encode_address.remote.session import here
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
@@ -31,7 +33,7 @@ class HybridModel:
     """A loaded hybrid model. Build one with `encode_address.load`.
 
     Attributes: `name`, `lm` (the nnsight model), `tokenizer`, `config` (the text config), `layout`,
-    `family`, `folder` (a bundled model's own files, or None), `revision`, `remote`.
+    `family`, `folder` (a bundled model's own files, or None), `revision`, `remote`, `where` (how `ask` gets to the model).
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class HybridModel:
         self.lm = self._wrapped(module, tokenizer, family.rename)
         self.name, self.tokenizer, self.family, self.layout = name, tokenizer, family, layout
         self.folder, self.revision, self.remote = folder, revision, remote
+        self.where: Callable[[Any, Callable[..., Any], Sequence[Any]], Any] = here
         self.config = self.lm._module.config.get_text_config()
         self._fingerprint: str | None = None
         self._cache_sizes: tuple[int, int] | None = None  # bytes: fixed, and per token
@@ -220,6 +223,19 @@ class HybridModel:
         if len({len(r) for r in rows}) > 1:
             batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         return batch
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether `ask` takes functions to another process."""
+        return self.where is not here
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What `function(model, *arguments)` returns, run where the model is: one job on a server.
+
+        There `model` is a plain view (see `__reduce__`). `function` is one of a module of this package that needs torch and nnsight
+        alone; arguments and what it returns are plain: tensors, numbers, strings, lists, tuples, dicts, functions like it.
+        """
+        return self.where(self, function, arguments)
 
     def trace(self, prompts: Any, **kwargs: Any) -> Any:
         """`with model.trace(prompts) as tracer:` - one forward, to be read and edited by nnsight.

@@ -23,7 +23,6 @@ import transformers
 
 from encode_address.errors import RunError
 from encode_address.interventions import mixer_output
-from encode_address.run import session
 from encode_address.run.batch import ids_of
 from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
@@ -41,8 +40,8 @@ class Engine:
     """Runs cells on one model, and keeps account of what that took.
 
     `text` is the source of mean removal. `batch_tokens` bounds the tokens of one trace (default: from free memory).
-    `on_rows` is called with the number of rows each trace finished, `warn` with a line that the user should see. `ask` runs a
-    function where the model is (see `run.session`); elsewhere than here, several bundles are one job.
+    `on_rows` is called with the number of rows each trace finished, `warn` with a line that the user should see. Where the
+    model is elsewhere, several bundles are one job.
     """
 
     def __init__(
@@ -52,13 +51,12 @@ class Engine:
         batch_tokens: int | None = None,
         on_rows: Callable[[int], Any] | None = None,
         warn: Callable[[str], Any] = lambda line: print(f"warning: {line}", file=sys.stderr),
-        ask: Callable[..., Any] = session.here,
     ) -> None:
         if model.remote:
             raise RunError("experiments run on local models in this version; a raw `model.trace` does run remotely")
         if batch_tokens is not None and batch_tokens < 1:
             raise RunError(f"batch tokens must be 1 or more, not {batch_tokens}")
-        self.model, self.text, self.warn, self.ask = model, text, warn, ask
+        self.model, self.text, self.warn = model, text, warn
         self.on_rows = on_rows or (lambda n: None)
         self.depth = len(model.layout.kinds)
         self.layer_tokens = self.traces = 0  # forwarded so far: tokens x layers, traces
@@ -164,7 +162,7 @@ class Engine:
 
     def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:
         """Run a plan; when memory runs out, plan what is left with smaller batches."""
-        current, finished, elsewhere = first, set(), self.ask is not session.here
+        current, finished, elsewhere = first, set(), self.model.elsewhere
         while True:
             try:
                 for job in current.jobs if elsewhere else [[one] for one in current.bundles]:
@@ -210,7 +208,7 @@ class Engine:
         for step in every:
             self.count(step.tokens, step.layers)
         sourced = sorted({layer for step in every for layer in step.sourced})
-        seen = self.ask(self.model, run_bundles, ([[step.data for step in some] for some in steps], sourced))
+        seen = self.model.ask(run_bundles, [[step.data for step in some] for some in steps], sourced)
         yield from zip(every, (value for values in seen for value in values))
 
     def _seen(self, step: Step, seen: dict[str, Any] | None) -> Iterator[tuple[Sequence[Cell], dict]]:
