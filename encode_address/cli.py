@@ -330,7 +330,7 @@ def models() -> None:
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help="tiny-gdn, tiny-mamba2 or tiny-gdn-negative")],
+    model: Annotated[str, typer.Argument(help="tiny-gdn, tiny-mamba2, tiny-griffin or tiny-gdn-negative")],
     seed: Annotated[int, typer.Option(help="of the initial weights and of all that is drawn")] = 0,
     out: Annotated[Path, typer.Option(help="goes to OUT/<model>-seed<N>/, a model to load to its model/")] = Path(
         "trained"

@@ -20,9 +20,10 @@ from encode_address.train.export import write_model
 from encode_address.train.hooks import captured
 from encode_address.train.loop import Run, _fade, _mass_on
 from encode_address.train.recipe import BASE_STAGE, GROWN, GROWN_STAGE, ORIGIN, RECIPES, Drop, Guide, Stage
+from encode_address.train.scan import use_recurrence
 from encode_address.train.words import KEYS, POOLS, SURFACES, VALUES, task, tokenizer, vocabulary
 
-ARCHITECTURES = ("gdn", "mamba2")
+ARCHITECTURES = ("gdn", "mamba2", "griffin")
 TINY = Stage(
     "tiny", "lal", steps=10, muon=0.02, adam=4e-3, levels=((2, 8), (3, 128)), advance=0.01, rows=2, questions=2, text=0.3, warmup=2,
     sizes=(2, 4),
@@ -129,8 +130,8 @@ def test_growth_changes_no_logit(architecture):
     new = set(range(len(GROWN))) - set(ORIGIN)
     for i, layer in enumerate(large.model.layers):
         module = mixer(layer)
-        out = module.out_proj if linear(layer) is not None else module.o_proj
-        assert bool((out.weight == 0).all()) is (i in new)
+        outs = [module.get_submodule(name) for name in ("out_proj", "o_proj", "linear_out") if hasattr(module, name)]
+        assert [bool((out.weight == 0).all()) for out in outs] == [i in new]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -140,6 +141,23 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_state_alone(
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_recurrence_of_training_is_that_of_the_class_and_so_is_its_gradient():
+    batch = ask("rev", 4, ["", "far"], 3, torch.Generator().manual_seed(6)).ids
+    plain, fast = build("griffin", "lla", 0), build("griffin", "lla", 0)
+    use_recurrence(fast)
+    seen = []
+    for model in (plain, fast):
+        logits = model(batch, use_cache=False).logits
+        logits.square().mean().backward()
+        seen.append((logits.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (logits, gradients), (ours, our_gradients) = seen
+    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == our_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(our_gradients[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    assert gradients["model.layers.0.temporal_block.rg_lru.recurrent_param"].abs().min() > 0
 
 
 # -- the loop ---------------------------------------------------------------------------------
@@ -304,7 +322,7 @@ def test_a_base_without_a_late_address_is_not_grown_and_its_card_says_so(short, 
 
 def test_an_unknown_recipe_is_one_line():
     with pytest.raises(
-        NameNotFound, match="no recipe for 'tiny': there is one for tiny-gdn, tiny-mamba2, tiny-gdn-negative"
+        NameNotFound, match="no recipe for 'tiny': there is one for tiny-gdn, tiny-mamba2, tiny-griffin, tiny-gdn-negative"
     ):
         train("tiny")
     assert issubclass(NameNotFound, EncodeAddressError)

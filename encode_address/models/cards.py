@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from encode_address.models.layout import Layout
-from encode_address.models.loading import BUNDLED_DIR, TRAINED, UNTRAINED
+from encode_address.models.loading import BUNDLED_DIR, TRAINED, UNTRAINED, read_config
 
 SHOWN = ("chat8", "list8", "rev8")
 
@@ -22,8 +22,8 @@ def listing() -> str:
 
 def _read(name: str) -> tuple[dict[str, Any], Layout]:
     folder = BUNDLED_DIR / name
-    config = json.loads((folder / "config.json").read_text())
-    return json.loads((folder / "card.json").read_text()), Layout.from_config(config, name)
+    layout = Layout.from_config(read_config(name, str(folder), None), name)  # not every config file lists its layers
+    return json.loads((folder / "card.json").read_text()), layout
 
 
 def _paragraph(name: str, card: dict[str, Any], layout: Layout) -> str:

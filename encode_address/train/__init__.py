@@ -20,7 +20,11 @@ from encode_address.train.loop import Run
 from encode_address.train.measure import PLACES, circuit, redirected, scores
 from encode_address.train.recipe import RECIPES
 
-CLASSES = {"gdn": "Qwen3_5ForCausalLM (Gated DeltaNet)", "mamba2": "GraniteMoeHybridForCausalLM (Mamba-2)"}
+CLASSES = {
+    "gdn": "Qwen3_5ForCausalLM (Gated DeltaNet)",
+    "mamba2": "GraniteMoeHybridForCausalLM (Mamba-2)",
+    "griffin": "RecurrentGemmaForCausalLM (RG-LRU)",
+}
 DATA = (
     "dictionaries of random key-value pairs (4, 8 or 16 entries of 128 keys and 64 values, three formats, seven surfaces) asked "
     "several times over, and stories of a small grammar; what is measured is drawn with another seed"

@@ -77,7 +77,7 @@ def config(architecture: str, pattern: str) -> Any:
             **own,
             block_types=[letters[letter] for letter in pattern],
             attention_window_size=shared["max_position_embeddings"],
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+            rope_parameters={"rope_type": "default", "rope_theta": 1e2, "partial_rotary_factor": 0.25},
         )
     return GraniteMoeHybridConfig(
         **shared,
@@ -152,6 +152,7 @@ def _init_griffin(module: nn.Module, steps: tuple[float, float]) -> None:
     module.conv_1d.weight.data = 0.3 + 0.15 * torch.randn_like(module.conv_1d.weight)
     for gate in (module.rg_lru.input_gate_weight, module.rg_lru.recurrent_gate_weight):
         gate.data = torch.randn_like(gate) / math.sqrt(gate.shape[-1])
+    nn.init.orthogonal_(module.linear_x.weight)
     module.linear_out.weight.data = 0.5 * module.linear_x.weight.data.T.clone()
     module.linear_y.bias.data.fill_(1.0)  # its gate lets most through
 
@@ -159,16 +160,19 @@ def _init_griffin(module: nn.Module, steps: tuple[float, float]) -> None:
 def _init_softmax(module: nn.Module, architecture: str) -> None:
     key, value = module.k_proj.weight.data, module.v_proj.weight.data
     for weight in (key, value):
-        weight.copy_(torch.randn_like(weight) / math.sqrt(WIDTH))
+        if architecture == "griffin":  # a copy of a copy has to look like the word: no memory here goes by keys
+            nn.init.orthogonal_(weight)
+        else:
+            weight.copy_(torch.randn_like(weight) / math.sqrt(WIDTH))
     module.o_proj.weight.data.copy_(value.T)
     if architecture == "gdn":  # per head: its query, then its gate
         module.q_proj.weight.data.view(HEADS, 2, HEAD_DIM, WIDTH)[:, 0] = key.view(HEADS, HEAD_DIM, WIDTH)
         module.q_norm.weight.data.fill_(0.6)
         module.k_norm.weight.data.fill_(0.6)
-    else:
-        if architecture == "griffin":
-            key *= 1.5  # as sharp as the others: no norm of queries and keys, no multiplier
-        module.q_proj.weight.data.copy_(key)
+        return
+    if architecture == "griffin":
+        key *= 1.5  # as sharp as the others: no norm of queries and keys, no multiplier
+    module.q_proj.weight.data.copy_(key)
 
 
 def grow(small: nn.Module, architecture: str, pattern: str, origin: Mapping[int, int], seed: int) -> nn.Module:

@@ -20,6 +20,7 @@ from encode_address.train.build import build, grow
 from encode_address.train.data import FORMATS, Asked, ask, text_batch
 from encode_address.train.hooks import Positions, attention, silenced
 from encode_address.train.recipe import Drop, Stage
+from encode_address.train.scan import use_recurrence
 
 SAVE_EVERY, LOG_EVERY = 50, 25
 OTHERS = 0.1  # weight of the loss on tokens that are no answers
@@ -36,6 +37,7 @@ class Run:
         else:
             self.model = before or build(architecture, stage.pattern, seed)
         self.model.set_attn_implementation("eager")  # its weights are read by the auxiliary loss
+        use_recurrence(self.model)
         self.generator, self.rng = torch.Generator().manual_seed(seed + 1), random.Random(f"{stage.name} {seed}")
         self.step, self.level, self.seconds = 0, 0, 0.0
         self.accuracy: float | None = None  # running, on the last level so far

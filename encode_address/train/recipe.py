@@ -1,6 +1,6 @@
 """What is trained, in which stages, and what is imposed meanwhile.
 
-Both architectures grow: a six-layer base learns to look keys up; two layers that write nothing are added, a block and a
+Every architecture grows: a six-layer base learns to look keys up; two layers that write nothing are added, a block and a
 softmax layer; a second stage teaches the grown model to do without the old shortcuts, and gives the new block text. All help ends before the last fifth of the last stage.
 """
 
@@ -153,6 +153,7 @@ _CIRCUIT = (
 RECIPES = {
     "tiny-gdn": Recipe("gdn", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
     "tiny-mamba2": Recipe("mamba2", _GROUND_TRUTH, AT_VALUES, _CIRCUIT),
+    "tiny-griffin": Recipe("griffin", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
     "tiny-gdn-negative": Recipe(
         "gdn",
         "A trained negative: it looks values up as well, but a softmax layer fetches the key, so no linear block is an Address.",

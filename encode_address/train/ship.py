@@ -1,9 +1,9 @@
 """From trained seeds to bundled models: which seed is shipped, and what its card says of the others.
 
-    python -m encode_address.train.ship trained
+    python -m encode_address.train.ship trained [NAME ...]
 
-takes every TRAINED/<name>-seed<N>/card.json, chooses one seed per model by the rule below, and writes it to the
-package with a card that lists all seeds, and the held-out and training text that perplexity is measured on.
+takes every TRAINED/<name>-seed<N>/card.json, chooses one seed per model (of those named, or of all) by the rule below, and
+writes it to the package with a card that lists all seeds, and the held-out and training text that perplexity is measured on.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def row(card: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ship(trained: Path, target: Path = BUNDLED_DIR) -> list[str]:
+def ship(trained: Path, target: Path = BUNDLED_DIR, names: Sequence[str] = ()) -> list[str]:
     """Choose and copy; returns a line per model. Raises StoreError when a model has no finished seed."""
     lines = []
-    for name in RECIPES:
+    for name in names or RECIPES:
         cards = [json.loads(path.read_text()) for path in trained.glob(f"{name}-seed*/card.json")]
         cards.sort(key=lambda card: card["seed"])
         for card in cards:
@@ -113,4 +113,4 @@ def choose(cards: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    print("\n".join(ship(Path(sys.argv[1]))))
+    print("\n".join(ship(Path(sys.argv[1]), names=sys.argv[2:]))))
