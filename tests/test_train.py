@@ -14,7 +14,7 @@ from encode_address.run.store import locked
 from encode_address.tasks import Dictionary
 from encode_address.tasks.lexicon import lexicon_for
 from encode_address.train import measure, ship, train
-from encode_address.train.build import build, grow, linear, mixer
+from encode_address.train.build import build, grow, mixer
 from encode_address.train.data import FORMATS, Asked, ask, held_out, story, text_batch
 from encode_address.train.export import write_model
 from encode_address.train.hooks import captured
@@ -322,7 +322,8 @@ def test_a_base_without_a_late_address_is_not_grown_and_its_card_says_so(short, 
 
 def test_an_unknown_recipe_is_one_line():
     with pytest.raises(
-        NameNotFound, match="no recipe for 'tiny': there is one for tiny-gdn, tiny-mamba2, tiny-griffin, tiny-gdn-negative"
+        NameNotFound,
+        match="no recipe for 'tiny': there is one for tiny-gdn, tiny-mamba2, tiny-griffin, tiny-gdn-negative",
     ):
         train("tiny")
     assert issubclass(NameNotFound, EncodeAddressError)

@@ -1,7 +1,7 @@
 """The recurrence of RG-LRU layers in training: the same numbers as the class's own loop, its gradient in a second loop.
 
-Autograd through the class's loop keeps and adds up a slice per token; written as one operation, forward and backward take
-about a third off a training step. It is only used while training: what a saved model computes is its class's own.
+Autograd through the class's loop keeps and adds up a slice per token, which one operation with its own gradient need not.
+It is only used while training: what a saved model computes is its class's own.
 """
 
 from __future__ import annotations

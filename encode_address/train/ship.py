@@ -113,4 +113,4 @@ def choose(cards: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    print("\n".join(ship(Path(sys.argv[1]), names=sys.argv[2:]))))
+    print("\n".join(ship(Path(sys.argv[1]), names=sys.argv[2:])))
