@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 
 # What every experiment says of the bundled models, as docs/results.md.
-.PHONY: run results test test-full lint clean
+.PHONY: run results test test-full test-remote test-remote-full lint clean
 
 run: $(STAMP)
 	$(BIN)/encode-address find --model tiny-gdn --model tiny-mamba2 --out results
@@ -19,11 +19,18 @@ results: $(STAMP)
 	cp results/results.md docs/results.md
 
 test: $(STAMP) lint
-	$(BIN)/pytest -m "not full" --numprocesses 2 --dist loadfile --durations=10
+	$(BIN)/pytest -m "not full and not ndif" --numprocesses 2 --dist loadfile --durations=10
 
 test-full: $(STAMP) lint
-	$(BIN)/pytest --durations=20
+	$(BIN)/pytest -m "not ndif" --durations=20
 	$(BIN)/python benchmarks/sweep.py --quick
+
+# The tests that need a real NDIF server; it is installed into .venv-ndif, started and stopped here. Needs root.
+test-remote: $(STAMP)
+	$(BIN)/python -m tests.remote -m "ndif and not ndif_full" --durations=10
+
+test-remote-full: $(STAMP)
+	$(BIN)/python -m tests.remote -m ndif --durations=20
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -35,4 +42,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf .venv results build *.egg-info
+	rm -rf .venv .venv-ndif results build *.egg-info

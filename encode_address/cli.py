@@ -1,11 +1,11 @@
-"""The command line: `encode-address find | run | transfer | replace | paper | compare | plan | check | show | models | train | figures`. Knows experiments and tables, no model internals."""
+"""The command line: `encode-address find | run | transfer | replace | paper | compare | plan | check | remote | show | models | train | figures`. Knows experiments and tables, no model internals."""
 
 from __future__ import annotations
 
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +32,8 @@ Knowledge = Annotated[bool | None, typer.Option("--knowledge", help="pruning: si
 Normalisation = Annotated[str | None, typer.Option(help="pruning: own (default) or paper")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
+Remote = Annotated[bool, typer.Option("--remote", help="run the model on the NDIF server (see encode-address remote)")]
+Deadline = Annotated[float | None, typer.Option(help="--remote: seconds that one job may take (1800)")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")]
 
 
@@ -50,6 +52,8 @@ def find(
     out: Annotated[Path, typer.Option(help="results go to OUT/<model>/")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Find Encode, Address and readers, with controls; write the table, the verdict and the figures."""
@@ -60,12 +64,13 @@ def find(
 
     chosen = variants.split(",") if variants is not None else ["chat8"] if quick else list(job.VARIANTS)
     pairs = n if n is not None else job.QUICK_N if quick else job.N
-    if not dry_run and len(model) > 1 and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu":
+    small = not remote and set(model) <= set(BUNDLED) and pick_device(device).type == "cpu"
+    if not dry_run and len(model) > 1 and small:
         options = {"variants": ",".join(chosen), "n": pairs, "seed": seed, "pool": pool, "text": text, "out": out}
         options |= {"batch-tokens": batch_tokens, "fresh": fresh}
         return side_by_side(["find"], model, {**options, "device": device, "dtype": dtype, "revision": revision})
     for i, name in enumerate(model):
-        loaded = load(name, device=device, dtype=dtype, revision=revision)
+        loaded = load(name, device=device, dtype=dtype, revision=revision, remote=remote, deadline=deadline)
         asked = (loaded, chosen, pairs, seed, text, pool, out)
         if dry_run:
             typer.echo(job.dry_run(*asked, batch_tokens=batch_tokens, fresh=fresh))
@@ -100,6 +105,8 @@ def run(
     out: Annotated[Path, typer.Option(help="results go to OUT/<model>/<experiment>/")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Run one experiment of the paper: table, conclusion and figures in OUT/<model>/<experiment>/."""
@@ -114,7 +121,7 @@ def run(
     own = {"data": data, "knowledge": knowledge, "normalisation": normalisation}
     own = {option: value for option, value in own.items() if value is not None}
     lab.options_of(experiment, own)  # before a model is loaded
-    loaded = load(model, device=device, dtype=dtype, revision=revision)
+    loaded = load(model, device=device, dtype=dtype, revision=revision, remote=remote, deadline=deadline)
     options = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool, "out": out, **own}
     options |= {"variants": variants.split(",") if variants else None, "batch_tokens": batch_tokens, "fresh": fresh}
     if dry_run:
@@ -146,6 +153,8 @@ def transfer(
     out: Annotated[Path, typer.Option(help="results go to OUT/<host>/transfer-<donor>/")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Transplant a donor's Address output into a host through a fitted map, with all controls: OUT/<host>/transfer-<donor>/."""
@@ -153,7 +162,8 @@ def transfer(
     from encode_address.figures import draw_all
     from encode_address.models.loading import load
 
-    models = [load(name, device=device, dtype=dtype) for name in (donor, host)]
+    given = {"device": device, "dtype": dtype, "remote": remote, "deadline": deadline}
+    models = [load(name, **given) for name in (donor, host)]
     options = {"source": source, "target": target, "n": n, "seed": seed, "quick": quick, "fit": fit, "seeds": seeds}
     options |= {"text": text, "pool": pool, "out": out, "batch_tokens": batch_tokens, "fresh": fresh}
     options |= {"variants": variants.split(",") if variants else None}
@@ -184,6 +194,8 @@ def replace(
     out: Annotated[Path, typer.Option(help="results go to OUT/<host>/replace-<donor>/")] = Path("results"),
     batch_tokens: BatchTokens = None,
     fresh: Fresh = False,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Put a donor's block in place of a host's, through fitted maps, with all controls: OUT/<host>/replace-<donor>/."""
@@ -191,7 +203,8 @@ def replace(
     from encode_address.figures import draw_all
     from encode_address.models.loading import load
 
-    models = [load(name, device=device, dtype=dtype) for name in (donor, host)]
+    given = {"device": device, "dtype": dtype, "remote": remote, "deadline": deadline}
+    models = [load(name, **given) for name in (donor, host)]
     options = {"slot": slot, "source": source, "target": target, "truncate": truncate, "n": n, "seed": seed}
     options |= {"quick": quick, "text": text, "pool": pool, "out": out, "batch_tokens": batch_tokens, "fresh": fresh}
     options |= {"variants": variants.split(",") if variants else None}
@@ -240,10 +253,38 @@ def check(
     """Verify a model: layer kinds, every write fires, identity patches, split and padded execution, attention."""
     from encode_address.models.loading import load
 
-    report = load(model, device=device, dtype=dtype, revision=revision).check()
+    _checked(load(model, device=device, dtype=dtype, revision=revision))
+
+
+def _checked(model: Any) -> None:
+    report = model.check()
     typer.echo(str(report))
     if not report.ok:
-        raise EncodeAddressError(f"{model}: a check failed (above); results on this model cannot be trusted")
+        raise EncodeAddressError(f"{model.name}: a check failed (above); results on this model cannot be trusted")
+
+
+remote_app = typer.Typer(help="The NDIF server that --remote runs models on (NDIF_HOST, NDIF_API_KEY).")
+app.add_typer(remote_app, name="remote")
+
+
+@remote_app.command("status")
+def remote_status() -> None:
+    """Say whether the server can be reached, its versions against ours, and which hybrid models it has up."""
+    from encode_address.remote.status import status
+
+    typer.echo(status())
+
+
+@remote_app.command("check")
+def remote_check(
+    model: Annotated[str, typer.Argument(help="bundled name or hub name")],
+    revision: Revision = None,
+    deadline: Deadline = None,
+) -> None:
+    """Verify a model where it is, in one job: what `encode-address check` verifies of a local one."""
+    from encode_address.models.loading import load
+
+    _checked(load(model, revision=revision, remote=True, deadline=deadline))
 
 
 @app.command()
@@ -272,6 +313,8 @@ def paper(
     dtype: Dtype = None,
     revision: Revision = None,
     batch_tokens: BatchTokens = None,
+    remote: Remote = False,
+    deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
     """Run or resume every experiment on every model; write every figure and table of the paper, and results.md."""
@@ -282,12 +325,13 @@ def paper(
     asked = {"n": n, "seed": seed, "quick": quick, "pool": pool, "text": text, "data": data}
     asked |= {"knowledge": knowledge, "normalisation": normalisation}
     models = model or []
-    if not dry_run and len(models) > 1 and set(models) <= set(BUNDLED) and pick_device(device).type == "cpu":
+    small = not remote and set(models) <= set(BUNDLED) and pick_device(device).type == "cpu"
+    if not dry_run and len(models) > 1 and small:
         options = {**asked, "batch-tokens": batch_tokens, "device": device, "dtype": dtype, "revision": revision}
         side_by_side(["paper", str(folder)], models, options)
         models = []  # they have run
     for name in models:
-        loaded = load(name, device=device, dtype=dtype, revision=revision)
+        loaded = load(name, device=device, dtype=dtype, revision=revision, remote=remote, deadline=deadline)
         if dry_run:
             typer.echo(whole.dry_run(loaded, folder, batch_tokens=batch_tokens, **asked))
             continue

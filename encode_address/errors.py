@@ -23,3 +23,11 @@ class RunError(EncodeAddressError):
 
 class StoreError(EncodeAddressError):
     """The output folder cannot be used."""
+
+
+class ServerError(EncodeAddressError):
+    """A server that cannot be reached, refuses, or failed a job. What it said in full is the error's cause."""
+
+
+class JobTimeout(ServerError):
+    """A job that a server ended because it took too long."""

@@ -65,7 +65,7 @@ def outlook(
     else:
         options: dict[str, Any] = {"n": n, "seed": seed, "quick": quick, "text": text, "pool": pool}
         cost = lab.dry_run(experiment, model, variants, batch_tokens=batch_tokens, fresh=True, **options)
-    return "\n".join([*lines, cost, "  a trace is a job where each is sent to a server by itself"])
+    return "\n".join([*lines, cost])
 
 
 def _model(model: real.Sketch) -> list[str]:

@@ -56,6 +56,10 @@ def write_frame(stream, body):
     stream.flush()
 
 
+class Unreadable(Exception):
+    """The request could not be read, so none of it ran. The cause is the error."""
+
+
 def load(folder, rename):
     """A model folder under nnsight, without anything of the package under test."""
     logging.set_verbosity_error()
@@ -79,12 +83,15 @@ def fresh_sources():
         BLOCKS.clear()
 
 
-def execute(model, env, blob):
+def execute(model, env, blob, compress=False):
     """Run one serialised trace or session; what it saved, and the functions that came with it."""
     model._remoteable_set_env(env)
     with fresh_sources():
         before = set(linecache.cache)
-        tracer = RequestModel.deserialize(blob, model._remoteable_persistent_objects())
+        try:
+            tracer = RequestModel.deserialize(blob, model._remoteable_persistent_objects(), compress)
+        except Exception as error:
+            raise Unreadable(str(error)) from error
         shipped = sorted(name for name in set(linecache.cache) - before if name.startswith("["))
         inc()
         try:

@@ -44,7 +44,7 @@ def test_every_path_in_sessions(served, monkeypatch, job_tokens):
     pd.testing.assert_frame_equal(expected, found, rtol=0, atol=1e-6)
     assert expected["said"].tolist() == found["said"].tolist()
     assert (there.traces, there.tokens) == (here.traces, here.tokens)
-    jobs = len(there.plan(cells).jobs)
+    jobs = len(there.plan(cells).jobs())
     assert len(sent) == jobs
     assert jobs > 1 if job_tokens == 500 else jobs == 1
     assert {"run_bundles", "run_step"} <= {function for function, _ in sent[0].shipped}

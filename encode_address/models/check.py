@@ -159,18 +159,18 @@ def _within(name: str, gaps: list[tuple[float, float, str]], exact: bool) -> Fin
 def _split(model: HybridModel, exact: bool) -> Finding:
     gaps = []
     for length in LENGTHS:
-        whole, split = both_paths(model, random_ids(model, 2, length, seed=length))
+        whole, split = model.ask(both_paths, random_ids(model, 2, length, seed=length))
         gaps.append((float((whole - split).abs().max()), float(whole.std()), f"{length} tokens"))
     if not model.family.continues:
         return Finding("split execution is not used", True, f"it differs by {max(gap for gap, *_ in gaps):.2g}")
     return _within("split execution = full forward", gaps, exact)
 
 
-def both_paths(model: HybridModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Last logits (batch, vocab) of one full forward, and of the last token continued from its prefix's cache."""
+def both_paths(model, ids):
+    """Last logits (batch, vocab) of one full forward, and of the last token continued from its prefix's cache. To be asked."""
     with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
         whole = tracer.result.logits[:, -1].float().clone().save()
-    last = model.continuation(ids[:, -1:].to(model.device), ids.shape[1], model.prefix(ids[:, :-1]))
+    last = model.continuation(ids[:, -1:], ids.shape[1], model.prefix(ids[:, :-1]))
     with torch.no_grad(), model.lm.trace(**last) as tracer:
         split = tracer.result.logits[:, -1].float().clone().save()
     return whole, split
@@ -182,7 +182,7 @@ def path_gap(model: HybridModel, prompts: Sequence[Any]) -> dict[str, Any]:
     In float32 on a CPU it is rounding; in a lower precision it is what patched rows must not be compared across.
     Returns `largest_logit_difference`, `logit_std`, `same_answer` (how many prompts) and `prompts` (of how many).
     """
-    whole, split = both_paths(model, torch.tensor([prompt.ids for prompt in prompts]))
+    whole, split = model.ask(both_paths, torch.tensor([prompt.ids for prompt in prompts]))
     return {
         "largest_logit_difference": float((whole - split).abs().max()),
         "logit_std": float(whole.std()),

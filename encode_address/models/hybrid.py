@@ -48,7 +48,7 @@ class HybridModel:
         revision: str | None = None,
         remote: bool = False,
     ) -> None:
-        self.lm = self._wrapped(module, tokenizer, family.rename)
+        self.lm = self._wrapped(module, tokenizer, family.rename, revision if remote else None)
         self.name, self.tokenizer, self.family, self.layout = name, tokenizer, family, layout
         self.folder, self.revision, self.remote = folder, revision, remote
         self.where: Callable[[Any, Callable[..., Any], Sequence[Any]], Any] = here
@@ -165,6 +165,17 @@ class HybridModel:
         return self.lm.attn_implementation
 
     @property
+    def weightless(self) -> bool:
+        """Whether the weights are not here."""
+        return self.remote
+
+    @property
+    def place(self) -> str:
+        """Where the model is: "local", or the host of its server."""
+        host = getattr(self.where, "host", "") if self.remote else ""
+        return host.partition("://")[2] or "local"
+
+    @property
     def slug(self) -> str:
         """The model's folder name in results: a folder's basename, or "Qwen/Qwen3.5-9B" -> "Qwen--Qwen3.5-9B"."""
         path = Path(self.name)
@@ -185,9 +196,10 @@ class HybridModel:
         return self._fingerprint
 
     def cache_bytes(self, length: int) -> int:
-        """The size of one prompt's cache: states, and keys and values of `length` tokens. One token is run to see."""
+        """The size of one prompt's cache: states, and keys and values of `length` tokens. One token is run to see, on the meta
+        device where the weights are not here."""
         if self._cache_sizes is None:
-            cache = self.prefix([[0]])
+            cache = self._sketch().prefix([[0]]) if self.remote else self.prefix([[0]])
             sizes = {True: 0, False: 0}
             for layer in read_cache(cache, self.held):
                 for name, tensor in layer.items():
@@ -322,8 +334,14 @@ class HybridModel:
 
     # -- helpers -------------------------------------------------------------
     @staticmethod
-    def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str]) -> Any:
-        return TransformersModel(module, tokenizer=tokenizer, task="text-generation", rename=rename)
+    def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str], revision: str | None) -> Any:
+        known = {"tokenizer": tokenizer, "task": "text-generation", "rename": rename}
+        return TransformersModel(module, revision=revision, **known)
+
+    def _sketch(self) -> Any:
+        from encode_address.models.real import Sketch  # not at the top: it is made of this class
+
+        return Sketch(self.module.config, self.tokenizer, self.name, next(self.module.parameters()).dtype)
 
     def _ids(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError
@@ -18,12 +19,14 @@ from encode_address.errors import ModelError
 from encode_address.models.families import family_of, refuse
 from encode_address.models.hybrid import HybridModel
 from encode_address.models.layout import Layout
+from encode_address.remote.client import Client
 
 BUNDLED_DIR = Path(__file__).parent / "bundled"
 GROUND_TRUTH = ("tiny-gdn", "tiny-mamba2")
 TRAINED = (*GROUND_TRUTH, "tiny-gdn-negative")
 UNTRAINED = tuple(f"{name}-untrained" for name in GROUND_TRUTH)
 BUNDLED = TRAINED + UNTRAINED
+HUB = "encode-address"  # whose models the bundled ones are on a hub
 # Tokenizer files that say nothing about a class of their own: AutoTokenizer would go by the model type
 # instead and silently replace the pre-tokenizer of a custom vocabulary.
 _PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -38,13 +41,15 @@ def load(
     revision: str | None = None,
     attn_implementation: str | None = None,
     remote: bool = False,
+    deadline: float | None = None,
 ) -> HybridModel:
     """Load a hybrid model and verify that its names mean what they say.
 
     `model` is a bundled name ("tiny-gdn"), a hub name ("Qwen/Qwen3.5-9B"), a folder, or a transformers module
     (then pass its `tokenizer`). `device` defaults to cuda where there is one, `dtype` to float32 (the paper's),
     `attn_implementation` to sdpa: attention rows are recomputed from queries and keys, so eager is not needed.
-    `remote=True` loads no weights; traces then run on NDIF.
+    `remote=True` loads no weights: what is asked of the model runs on the NDIF server that nnsight is set to, which knows a
+    bundled one as encode-address/NAME. A server finishes a job within `deadline` seconds, or it is given up (None: half an hour).
 
     Raises ModelError when the model is unknown, not a supported hybrid, or fails its checks.
     """
@@ -52,6 +57,10 @@ def load(
         logging.set_verbosity_error()
         hub_logging.set_verbosity_error()
     given = (device, dtype, revision, attn_implementation)
+    if remote and any(option is not None for option in (device, dtype, attn_implementation)):
+        raise ModelError("a remote model runs as its server has it: leave out device, dtype and attention")
+    if deadline is not None and (not remote or deadline <= 0):
+        raise ModelError("a deadline is for remote=True, in seconds above 0")
     device, torch_dtype = pick_device(device), pick_dtype(dtype)
     if isinstance(model, torch.nn.Module):
         if tokenizer is None:
@@ -64,6 +73,8 @@ def load(
             raise ModelError("a module object is local; for remote=True give the hub name that the server knows")
     else:
         name = str(model)
+        if remote and (name in UNTRAINED or Path(name).is_dir()):
+            raise ModelError(f"{name} is not on a server: with remote=True give a hub name, or {', '.join(TRAINED)}")
         folder = bundled_folder(name) or (Path(name) if (Path(name) / "task.json").is_file() else None)
         source = str(bundled_folder(name) or name)
         config = read_config(name, source, revision)
@@ -74,7 +85,7 @@ def load(
     if tokenizer is None:
         tokenizer = read_tokenizer(name, source, revision)
     if remote:
-        module = source  # nnsight builds the module tree without weights
+        module = f"{HUB}/{name}" if name in TRAINED else name  # nnsight builds the module tree without weights
     elif module is None:
         attention = attn_implementation or "sdpa"
         if name in UNTRAINED:
@@ -82,11 +93,16 @@ def load(
         else:
             module = _weights(name, source, revision, attention, torch_dtype)
         module = _move(module.eval(), device)
-    hybrid = HybridModel(
-        module, tokenizer, name=name, family=family, layout=layout, folder=folder, revision=revision, remote=remote
-    )
+    known = {"family": family, "layout": layout, "folder": folder, "revision": revision, "remote": remote}
     if not remote:
+        hybrid = HybridModel(module, tokenizer, name=name, **known)
         hybrid.check(full=False)
+        return hybrid
+    try:
+        hybrid = HybridModel(module, tokenizer, name=name, **known)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        raise ModelError(f"{module}: the hub does not give its configuration: {_first(error)}") from error
+    hybrid.where = Client() if deadline is None else Client(deadline)
     return hybrid
 
 

@@ -77,8 +77,10 @@ class Sketch(HybridModel):
         self.unconfirmed = unconfirmed
 
     @staticmethod
-    def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str]) -> Any:
+    def _wrapped(module: Any, tokenizer: Any, rename: dict[str, str], revision: str | None) -> Any:
         return NNsight(module, rename=rename)
+
+    weightless = True
 
     @property
     def device(self) -> torch.device:

@@ -37,11 +37,6 @@ def watched(cells: Sequence[Cell]) -> list[int]:
     return sorted({layer for cell in cells for layer, _ in cell.watch})
 
 
-def noise_of(seed: int, layer: int, ids: tuple[int, ...], positions: int, size: int) -> torch.Tensor:
-    """(positions, size): standard normal noise, the same for the same layer of the same prompt."""
-    return torch.randn(positions, size, generator=_generator(seed, layer, ids))
-
-
-def _generator(seed: int, layer: int, ids: tuple[int, ...]) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed},{layer},{ids}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
+def noise_seed(seed: int, layer: int, ids: tuple[int, ...]) -> int:
+    """The seed of the noise of one layer of one prompt."""
+    return int.from_bytes(hashlib.sha256(f"{seed},{layer},{ids}".encode()).digest()[:6], "big")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,16 @@ import pandas as pd
 import torch
 import transformers
 
-from encode_address.errors import RunError
-from encode_address.interventions import mixer_output
+from encode_address.errors import JobTimeout, RunError, ServerError
 from encode_address.run.batch import ids_of
 from encode_address.run.cells import Cell, Edit, context_of, layers_said
 from encode_address.run.memory import limits, out_of_memory
 from encode_address.run.paths import PATHS, Step
 from encode_address.run.plan import Bundle, Plan, plan, without_continuation
 from encode_address.run.projection import StandIn, costs
-from encode_address.run.steps import run_bundles, run_step
+from encode_address.run.steps import mixer_sums, run_bundles, run_step
 from encode_address.run.store import Store
+from encode_address.run.wire import wire
 from encode_address.tasks.text import Text
 
 SMALL = 5_000_000  # parameters of a model that runs best, on a CPU, with one thread
@@ -52,8 +53,6 @@ class Engine:
         on_rows: Callable[[int], Any] | None = None,
         warn: Callable[[str], Any] = lambda line: print(f"warning: {line}", file=sys.stderr),
     ) -> None:
-        if model.remote:
-            raise RunError("experiments run on local models in this version; a raw `model.trace` does run remotely")
         if batch_tokens is not None and batch_tokens < 1:
             raise RunError(f"batch tokens must be 1 or more, not {batch_tokens}")
         self.model, self.text, self.warn = model, text, warn
@@ -96,7 +95,8 @@ class Engine:
         """What running `cells` would take; `done` holds the row keys (see `keys`) that are there already."""
         cells, note = self._fitting(cells)
         works = self._works(cells, self.keys(cells), done)
-        return self._plan(works, note)
+        made = self._plan(works, note)
+        return replace(made, wire=wire(self, made)) if self.model.weightless else made
 
     def keys(self, cells: Sequence[Cell]) -> list[str]:
         """The row keys of cells."""
@@ -161,16 +161,24 @@ class Engine:
         return plan(cells, self.depth, self.limits, done, (shared[0] + fits[0], shared[1] + fits[1]), note)
 
     def _traces(self, works: Mapping[str, tuple[Cell, list]], first: Plan) -> Iterator[tuple[Sequence[Cell], dict]]:
-        """Run a plan; when memory runs out, plan what is left with smaller batches."""
-        current, finished, elsewhere = first, set(), self.model.elsewhere
+        """Run a plan; when memory runs out, plan what is left with smaller batches. When a server ends a job because it takes too
+        long, cut what is left into jobs of half the size, once."""
+        current, finished, elsewhere, share = first, set(), self.model.elsewhere, 1
         while True:
             try:
-                for job in current.jobs if elsewhere else [[one] for one in current.bundles]:
+                for job in current.jobs(share) if elsewhere else [[one] for one in current.bundles]:
                     for step, value in self._asked(job) if elsewhere else self._streamed(job[0]):
                         for batch, seen in self._seen(step, value):
                             yield batch, seen
                             finished.update(cell.work for cell in batch)
                 return
+            except JobTimeout:
+                if share > 1:
+                    raise
+                share, self.limits = 2, self.limits.halved()
+                self.warn("the server ended a job that took too long: the rest goes in jobs of half the size")
+                current = self._plan({work: entry for work, entry in works.items() if work not in finished})
+                continue
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -214,6 +222,13 @@ class Engine:
     def _seen(self, step: Step, seen: dict[str, Any] | None) -> Iterator[tuple[Sequence[Cell], dict]]:
         """What a step saw, by cells. Raises RunError for logits that are no numbers, and for an edit that did not fire."""
         parts = list(step.results(seen)) if step.cells else []
+        for cells, part in parts:
+            counts = {len(value) for one in (part.get("answer"), part.get("loss")) if one for value in one.values()}
+            if self.model.elsewhere and counts - {len(cells)}:
+                raise ServerError(
+                    f"{self.model.place} answered {sorted(counts)} of {len(cells)} prompts: its packages may differ from those "
+                    "here; compare them with encode-address remote status"
+                )
         named = [(layer, self._named(served[0])) for (layer, *_), served in step.writes]
         for _, part in parts:
             measured = torch.isfinite(part["loss"]["loss"]) if "loss" in part else part.get("answer", {}).get("finite")
@@ -239,7 +254,7 @@ class Engine:
             "dtype": model.dtype,
             "attn_implementation": model.attn_implementation,
             "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
-            "where": "local",
+            "where": model.place,
             "text_source": self.text.name if self.text else "",
             "text_sha256": self.text.sha256 if self.text else "",
             "versions": " ".join(f"{name}={version}" for name, version in versions().items()),
@@ -249,21 +264,13 @@ class Engine:
     def means(self) -> dict[int, torch.Tensor]:
         """The mean output of every mixer over the text's train part: one (d_model,) tensor per layer."""
         if self._means is None:
-            model, layers = self.model, self.model.layers
-            chunks, sums, count = self._mean_chunks(), {}, 0
+            chunks = self._mean_chunks()
             size = max(1, self.limits.tokens // len(chunks[0]))
-            for start in range(0, len(chunks), size):
-                ids = ids_of(chunks[start : start + size])
+            batches = [ids_of(chunks[start : start + size]) for start in range(0, len(chunks), size)]
+            for ids in batches:
                 self.count(ids.numel())
-                with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
-                    seen = nnsight.save({})
-                    for i in range(len(layers)):
-                        seen[i] = mixer_output(layers[i].mixer).double().sum((0, 1))
-                    tracer.stop()
-                for layer, total in seen.items():
-                    sums[layer] = sums.get(layer, 0) + total
-                count += ids.numel()
-            self._means = {layer: (total / count).float() for layer, total in sums.items()}
+            sums, count = self.model.ask(mixer_sums, batches), sum(ids.numel() for ids in batches)
+            self._means = {layer: (total / count).float() for layer, total in enumerate(sums)}
         return self._means
 
     def fitted(self, standing: StandIn) -> Any:

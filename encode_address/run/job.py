@@ -17,12 +17,16 @@ from encode_address.run.reading import Reading
 from encode_address.run.store import Store
 from encode_address.tasks.text import Text
 
+JOBS = "jobs.json"  # in a store's parts: the ids of jobs on a server
+
 
 class Job:
     """Runs the cells of one model into one store, and remembers the tables."""
 
     def __init__(self, model: Any, text: Text | None, store: Store | None, batch_tokens: int | None = None) -> None:
         self.model, self.source, self.store = model, text, store
+        if store is not None and model.remote:
+            model.where.notes = store.parts / JOBS
         self.engine = Engine(model, text, batch_tokens)
         self.tables: list[pd.DataFrame] = []
         self.seconds: dict[str, float] = {}
@@ -35,6 +39,8 @@ class Job:
         else:
             with progress(f"{self.model.name} {what}", work) as bar:
                 self.engine.on_rows = bar.update
+                if self.model.remote:
+                    self.model.where.told = bar.set_postfix_str
                 rows = self.engine.run(work, self.store)
         self.tables.append(rows)
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - started
@@ -70,6 +76,7 @@ class Job:
             "floor": engine.floor,
             "traces": engine.traces,
             "peak_rss_mb": round(peak_bytes() / 1e6),
+            **({name: getattr(self.model.where, name) for name in ("jobs", "up", "down")} if self.model.remote else {}),
         }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from encode_address.errors import ServerError
 from encode_address.run.cells import FINAL
 from encode_address.run.plan import Limits
 
@@ -68,7 +69,8 @@ def out_of_memory(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, says that memory ran out."""
     while error is not None:
         told = "out of memory" in str(error).lower() or "can't allocate memory" in str(error)
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and told):
+        memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if memory or (isinstance(error, (RuntimeError, ServerError)) and told):
             return True
         error = error.__cause__ or error.__context__
     return False

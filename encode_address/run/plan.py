@@ -150,6 +150,7 @@ class Plan:
     cells: int
     shared: tuple[int, int] = (0, 0)
     note: str = ""
+    wire: tuple[int, int, int] | None = None
 
     @property
     def layer_tokens(self) -> int:
@@ -170,16 +171,15 @@ class Plan:
     def traces(self) -> int:
         return self.shared[1] + sum(bundle.traces(self.limits) for bundle in self.bundles)
 
-    @property
-    def jobs(self) -> list[list[Bundle]]:
-        """The bundles in groups of at most JOB_TOKENS tokens, at least one each: what a server runs at once."""
+    def jobs(self, share: int = 1) -> list[list[Bundle]]:
+        """The bundles in groups of at most JOB_TOKENS / share tokens, at least one each: what a server runs at once."""
         groups: list[list[Bundle]] = []
         room = 0
         for bundle in self.bundles:
             cost = bundle.layer_tokens(self.depth)
             if not groups or cost > room:
                 groups.append([])
-                room = JOB_TOKENS * self.depth
+                room = JOB_TOKENS * self.depth // share
             groups[-1].append(bundle)
             room -= cost
         return groups
@@ -199,8 +199,16 @@ class Plan:
         cached = f"{self.cache_bytes / 1e6:,.0f} MB of cached state at most" if known else "cached state unconfirmed"
         return (
             f"{self.cells:,} cells, {self.tokens:,} tokens of forward, floor {self.floor:,} "
-            f"({self.traces:,} traces, {cached}){self.note}"
+            f"({self.traces:,} traces, {cached}){self.note}{self._sent}"
         )
+
+    @property
+    def _sent(self) -> str:
+        """What goes to a server and comes back (`wire`: jobs, bytes up, bytes down), where that was asked for."""
+        if self.wire is None:
+            return ""
+        jobs, up, down = self.wire
+        return f"; on a server {jobs:,} jobs, {up / 1e6:,.1f} MB up, at most {down / 1e6:,.1f} MB down"
 
 
 def plan(

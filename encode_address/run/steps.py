@@ -15,7 +15,14 @@ nnsight only, and nothing that is not passed in: these functions travel to a ser
 import nnsight
 import torch
 
-from encode_address.interventions import entry_attention, read_cache, truncated_logits, write_cache, write_state_head
+from encode_address.interventions import (
+    entry_attention,
+    mixer_output,
+    read_cache,
+    truncated_logits,
+    write_cache,
+    write_state_head,
+)
 from encode_address.measure import answer, drift, next_token_loss
 from encode_address.run.edits import apply_edits, enter
 
@@ -140,6 +147,20 @@ def run_read(model, step, bank):
     return {"attention": seen["attention"], "answer": seen["answer"], "loss": seen["loss"]}
 
 
+# -- about the unedited model ---------------------------------------------------------------
+def mixer_sums(model, batches):
+    """The sum of every mixer's output over all tokens of `batches` (each (batch, positions)): per layer (d_model,), in float64."""
+    layers, sums = model.layers, None
+    for ids in batches:
+        with torch.no_grad(), model.trace(ids, logits_to_keep=1) as tracer:
+            seen = nnsight.save([])
+            for i in range(len(layers)):
+                seen.append(mixer_output(layers[i].mixer).double().sum((0, 1)))
+            model.stop(tracer)
+        sums = seen if sums is None else [one + more for one, more in zip(sums, seen)]
+    return sums
+
+
 # -- what steps share ------------------------------------------------------------------------
 def begin(model, step, bank):
     """The trace of a step: of whole prompts `ids` (batch, positions), or of the last tokens `last` (batch, 1) of prompts of
@@ -171,8 +192,8 @@ def found_in(bank, edits):
 
 def found(bank, argument):
     """("taken", site, layer, rows (n,), places (n, k) or None): donors' values (n, k, ...), of the one position that was taken
-    where places is None. ("noisy", hosts, donors, noise (n, k, d_model)): the hosts' values plus noise of the size of donor -
-    host at every position. ("state", layer, name, head, rows (n,), k): the first k numbers of the states of prefixes."""
+    where places is None. ("noisy", hosts, donors, seeds): the hosts' values plus noise, by a seed per row, of the size of donor - host at
+    every position. ("state", layer, name, head, rows (n,), k): the first k numbers of the states of prefixes."""
     if not isinstance(argument, tuple) or not argument or not isinstance(argument[0], str):
         return argument
     if argument[0] == "taken":
@@ -182,7 +203,10 @@ def found(bank, argument):
         return values[rows] if places is None else values[rows[:, None], places.to(values.device)]
     if argument[0] == "noisy":
         host, donor = found(bank, argument[1]), found(bank, argument[2])
-        noise = argument[3].to(host)
+        like = host[0].shape
+        noise = torch.stack(
+            [torch.randn(like, generator=torch.Generator().manual_seed(seed)) for seed in argument[3]]
+        ).to(host)
         return host + noise / noise.norm(dim=-1, keepdim=True) * (donor - host).norm(dim=-1, keepdim=True)
     _, layer, name, head, rows, count = argument
     state = bank["prefixes"][layer][name]

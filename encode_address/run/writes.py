@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from encode_address.run.batch import noise_of
+from encode_address.run.batch import noise_seed
 from encode_address.run.cells import PATCHES, Edit, Run
 from encode_address.run.edits import (
     pass_on,
@@ -98,9 +98,7 @@ def _write(engine: Any, layer: int, some: Sequence[tuple[int, Prompt, Edit]], ow
     if verb == "transplant":
         if first.mode == "random":
             hosts = own.values("output", layer, [(Run(host), edit.where) for _, host, edit in some])
-            size = model.config.hidden_size
-            noise = torch.stack([noise_of(e.seed, layer, host.ids, len(e.where), size) for _, host, e in some])
-            values = "noisy", hosts, values, noise
+            values = "noisy", hosts, values, [noise_seed(e.seed, layer, host.ids) for _, host, e in some]
         return layer, "output", put_outputs, (values, at, which)
     return layer, "input" if verb == "input" else "residual", put_inputs, (values, at, which)
 
