@@ -21,6 +21,8 @@ from tests.oracle import Oracle, put, take
 from tests.redundant import redundant_model
 
 NEGATIVE = "tiny-gdn-negative"
+GRIFFIN = "tiny-griffin"
+ORACLES = {"tiny-mamba2": "mamba2", GRIFFIN: "recurrent_gemma"}
 
 
 def redirects_by_hooks(
@@ -28,7 +30,7 @@ def redirects_by_hooks(
 ) -> dict[str, float]:
     """The share of hosts that each block's (or set's) final-position transplant redirects, with plain hooks and full
     forwards."""
-    oracle = Oracle(model.module, "mamba2" if "mamba2" in model.name else "qwen3_5_text")
+    oracle = Oracle(model.module, ORACLES.get(model.name, "qwen3_5_text"))
     items = ea.tasks.dictionary(model, variant).questions(n, seed=0)
     hosts, donors = (torch.tensor([p.ids for p in ps]) for ps in zip(*((i.host, i.donor) for i in items)))
     final = [[hosts.shape[1] - 1]] * n
@@ -46,7 +48,7 @@ def results(tmp_path_factory) -> dict[str, tuple[ea.HybridModel, Found]]:
     """`find` at its quick size on every model of this file: trained, untrained, redundant, and the trained negative."""
     folder = tmp_path_factory.mktemp("results")
     models = [(ea.load(name), QUICK_N) for name in GROUND_TRUTH] + [(ea.load(name), 12) for name in UNTRAINED]
-    models += [(redundant_model(GROUND_TRUTH[0]), QUICK_N), (ea.load(NEGATIVE), QUICK_N)]
+    models += [(redundant_model(GROUND_TRUTH[0]), QUICK_N), (ea.load(NEGATIVE), QUICK_N), (ea.load(GRIFFIN), QUICK_N)]
     return {model.name: (model, ea.find(model, ["chat8"], n, out=folder)) for model, n in models}
 
 
@@ -69,6 +71,27 @@ def test_planted_truth_is_found_as_the_hooks_say(results, name: str) -> None:
     assert measured == pytest.approx(shares)
     partial = verdict.variants[0].address.status == "partial"
     assert partial == (shares[address] < rule.REDIRECT_FULL)
+
+
+def test_the_address_of_another_recurrence_is_found_as_the_hooks_say_and_its_encode_as_its_card_does(results) -> None:
+    """RG-LRU layers, whose states lie on the modules, and sliding-window attention."""
+    model, found = results[GRIFFIN]
+    shares = redirects_by_hooks(model, "chat8")
+    address = max(shares, key=shares.get)
+    assert shares[address] >= 0.9
+    assert all(share <= 0.05 for block, share in shares.items() if block != address)
+    verdict = found.verdict
+    assert verdict.variants[0].task.status == "found"
+    assert verdict.address == (address,)
+    assert verdict.address_kind == "key"
+    assert {reader.split("H")[0] for reader in verdict.readers} == {f"L{model.layout.block(address).reader}"}
+    rows = select(found.table, split="confirmation", experiment="transplant", position="final", donor="same-dictionary")
+    measured = rows.groupby("block")["redirected"].apply(lambda column: column.astype(float).mean()).to_dict()
+    assert measured == pytest.approx(shares)
+    blocks = card(model)["circuit"]["blocks"].values()
+    carries = any(min(block["carried"][swap]["chat8"] for swap in ("value", "key")) >= 0.5 for block in blocks)
+    assert bool(verdict.encode) is carries
+    assert verdict.status == ("FOUND" if carries else "UNDECIDED")
 
 
 @pytest.mark.parametrize("name", UNTRAINED)

@@ -185,6 +185,22 @@ def test_what_is_shipped_is_small_and_says_how_it_was_made():
         )
 
 
+@pytest.mark.parametrize("variant", ["chat8", "list8", "rev8", "chat8/far"])
+def test_the_recurrent_gemma_passes_its_checks_and_looks_up(variant):
+    """On dictionaries that neither training nor the card's measures drew."""
+    model = encode_address.load("tiny-griffin")
+    assert (model.family.name, model.module.config.model_type) == ("recurrent_gemma", "recurrent_gemma")
+    assert model.check().ok
+    questions = encode_address.tasks.dictionary(model, variant).questions(64, seed=3)
+    ids = torch.tensor([question.host.ids for question in questions])
+    assert model.module.config.attention_window_size > ids.shape[1]
+    with torch.no_grad():
+        said = model.module(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
+    right = [question.host.answer for question in questions]
+    assert (said == torch.tensor(right)).float().mean() >= 0.95
+    assert card(model)["accuracy"][variant] >= 0.99
+
+
 def test_a_model_loads_the_same_from_its_name_and_from_its_folder():
     """A folder is loaded through the same code as a bundled name: same weights, same words."""
     named = encode_address.load("tiny-gdn")

@@ -23,7 +23,7 @@ from encode_address.remote.client import Client
 
 BUNDLED_DIR = Path(__file__).parent / "bundled"
 GROUND_TRUTH = ("tiny-gdn", "tiny-mamba2")
-TRAINED = (*GROUND_TRUTH, "tiny-gdn-negative")
+TRAINED = (*GROUND_TRUTH, "tiny-griffin", "tiny-gdn-negative")
 UNTRAINED = tuple(f"{name}-untrained" for name in GROUND_TRUTH)
 BUNDLED = TRAINED + UNTRAINED
 HUB = "encode-address"  # whose models the bundled ones are on a hub

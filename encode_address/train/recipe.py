@@ -153,7 +153,12 @@ _CIRCUIT = (
 RECIPES = {
     "tiny-gdn": Recipe("gdn", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
     "tiny-mamba2": Recipe("mamba2", _GROUND_TRUTH, AT_VALUES, _CIRCUIT),
-    "tiny-griffin": Recipe("griffin", _GROUND_TRUTH, (BASE_STAGE, GROWN_STAGE), _CIRCUIT),
+    "tiny-griffin": Recipe(
+        "griffin",
+        "A tiny trained hybrid of another recurrence, for tests of this toolkit from end to end; not evidence for the paper.",
+        (BASE_STAGE, GROWN_STAGE),
+        _CIRCUIT,
+    ),
     "tiny-gdn-negative": Recipe(
         "gdn",
         "A trained negative: it looks values up as well, but a softmax layer fetches the key, so no linear block is an Address.",
