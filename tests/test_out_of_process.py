@@ -20,7 +20,6 @@ from nnsight.ndif import pull_env
 
 import encode_address
 from encode_address import interventions, measure
-from encode_address.errors import EncodeAddressError
 from encode_address.models.loading import BUNDLED_DIR, GROUND_TRUTH
 from encode_address.run import edits
 from tests.out_of_process_cases import CASES, IDS, removes_to_zero
@@ -110,24 +109,6 @@ def test_every_in_trace_function_has_a_case():
     wanted = in_trace_functions()
     assert {edits.apply_edits, edits.put_query, edits.enter, measure.answer, interventions.write_cache} <= wanted
     assert {f.__name__ for f in wanted - {f for case in CASES for f in case.covers}} == set()
-
-
-def test_a_model_loaded_without_weights_runs_where_they_are(pair):
-    """`load(..., remote=True)`: the same names on a meta model, the numbers of the server's."""
-    model, server = pair
-    results = []
-    for one, backend in ((model, None), (encode_address.load(model.name, remote=True), None)):
-        if one.remote:
-            assert next(one.module.parameters()).is_meta
-            backend = OutOfProcess(one.lm, server)
-        with torch.no_grad(), one.trace(IDS, backend=backend) as tracer:
-            seen = nnsight.save({})
-            interventions.remove(one.mixers("G2"))
-            seen["logits"] = tracer.result.logits[:, -1].clone()
-        results.append(seen["logits"])
-    assert torch.equal(*results)
-    with pytest.raises(EncodeAddressError, match="local models"):
-        encode_address.experiments.baseline.run(encode_address.load(model.name, remote=True), n=2)
 
 
 # -- what travels ------------------------------------------------------------------------
