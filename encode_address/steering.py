@@ -61,8 +61,8 @@ def steer(
     """
     if edit not in EDITS:
         raise RunError(f"unknown edit {edit!r}: use {' or '.join(EDITS)}")
-    if not model.family.continues:
-        raise RunError(f"{model.name}: steering continues from a cache, and {model.family.name} does not do so exactly")
+    if model.uncontinued:
+        raise RunError(f"{model.name}: steering continues from a cache, and {model.uncontinued}")
     if tokens < 1:
         raise RunError(f"steering generates 1 token or more, not {tokens}")
     layers = model.layout.layers_of(block or _address(model, Path(out)))

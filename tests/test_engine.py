@@ -292,6 +292,23 @@ def test_a_family_without_continuation_runs_in_full_and_says_so():
         engine.run(patched(one, FINAL, (0,), verb="state", mode="both"))
 
 
+def test_states_that_a_server_does_not_show_are_refused_and_the_rest_runs_in_full(monkeypatch):
+    one = case("recurrent_gemma")
+    model, cells = one.model, patched(one, FINAL, (0, 1))
+    usual = one.engine.run([dataclasses.replace(cell, path=FULL) for cell in cells])
+    monkeypatch.setattr(model, "where", lambda model, function, arguments: function(model, *arguments))
+    engine, why = Engine(model), "recurrent_gemma keeps its states on its modules, where only a local model shows them"
+    assert str(engine.plan(cells)).endswith(f"; {why}: {len(cells)} final-position cells run as full forwards")
+    table = engine.run(cells)
+    assert table["path"].unique().tolist() == [FULL]
+    assert same_rows(table, usual)
+    with pytest.raises(RunError, match=f"^{why}: state transplants do not run on it"):
+        engine.run(patched(one, FINAL, (0,), verb="state", mode="both"))
+    with pytest.raises(RunError, match=f"steering continues from a cache, and {why}"):
+        encode_address.steer(model, "a=1", "a", "b")
+    assert path_gap(model, [cell.host for cell in cells]) == {}
+
+
 # -- bfloat16 ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["tiny-gdn", "tiny-mamba2"])
 def test_bfloat16_states_its_gap_and_nothing_is_still_nothing(name):

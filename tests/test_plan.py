@@ -254,12 +254,15 @@ def test_hosts_of_equal_tokens_are_not_read_in_one_forward_when_only_one_fits():
     assert [bundle.cells for bundle in plan(cells, 4, one).bundles] == [(cells[0],), (cells[1],)]
 
 
-# -- families without an exact continuation -----------------------------------------------------
+# -- models whose runs do not continue from a cache ---------------------------------------------
+JAMBA = "jamba does not continue exactly from a cache"
+
+
 def test_final_cells_of_a_family_that_does_not_continue_run_as_full_forwards():
     kept = [*removals(A, (1,)), Cell("none", A, watch=((3, 0),))]
     final = transplants(A, B, (0, 1), labels={"pair": 3})
     final.append(Cell("query", A, layers=(3,), donor=B, where=(9,), source=(9,)))
-    moved, note = without_continuation([final[0], *kept, *final[1:]], "jamba")
+    moved, note = without_continuation([final[0], *kept, *final[1:]], JAMBA)
     assert moved[1:3] == kept
     assert [cell.path for cell in moved] == [FULL, FULL, READ, FULL, FULL]
     for before, after in zip(final, [moved[0], *moved[3:]]):
@@ -267,10 +270,10 @@ def test_final_cells_of_a_family_that_does_not_continue_run_as_full_forwards():
         assert (after.where, after.source, after.outcomes) == (before.where, before.source, before.outcomes)
     assert note == "; jamba does not continue exactly from a cache: 3 final-position cells run as full forwards"
     assert str(plan(moved, 4, LOOSE, note=note)).endswith(note)
-    assert without_continuation(kept, "jamba") == (kept, "")  # nothing moved, nothing to note
+    assert without_continuation(kept, JAMBA) == (kept, "")  # nothing moved, nothing to note
 
 
 def test_a_state_transplant_is_refused_where_the_state_is_not_in_the_cache():
     cells = [*removals(A, (0,)), Cell("state", A, layers=(1,), donor=B, mode="recurrent")]
     with pytest.raises(RunError, match=r"^jamba does not continue exactly from a cache: state transplants do not run"):
-        without_continuation(cells, "jamba")
+        without_continuation(cells, JAMBA)

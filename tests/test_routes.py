@@ -244,7 +244,8 @@ def rows_of(kv: float, state: float, n: int = 40, right: bool = True, final: boo
 
 def setting(continues: bool = True) -> SimpleNamespace:
     family = replace(case("tiny-gdn").model.family, continues=continues)
-    model = SimpleNamespace(family=family, layout=case("tiny-gdn").model.layout)
+    why = "" if continues else "qwen3_5 does not continue exactly from a cache"
+    model = SimpleNamespace(family=family, layout=case("tiny-gdn").model.layout, uncontinued=why)
     return SimpleNamespace(model=model, layout=model.layout)
 
 

@@ -207,7 +207,7 @@ def half_lives(rows: pd.DataFrame) -> dict[tuple[int, int], Estimate]:
 def steps(setting: Setting) -> Iterator[list[Cell] | Reading]:
     """The routes; the gates; the probes. What needs a cache is left out where one cannot be continued from."""
     labels = {**setting.labels, "split": "confirmation"}
-    swaps, continues = setting.task.swaps(setting.n, setting.seed), setting.model.family.continues
+    swaps, continues = setting.task.swaps(setting.n, setting.seed), not setting.model.uncontinued
     yield cells(swaps, setting.layout, CUTS if continues else CUTS[:1], labels)
     labels = {"experiment": "routes", **labels}
     hosts = [swap.clean for swap in swaps[:: -(-len(swaps) // HALF_LIFE_PROMPTS)]]
@@ -225,8 +225,8 @@ def conclude(rows: pd.DataFrame, setting: Setting) -> Conclusion:
     kv, state, both = (recovery(rows, arm) for arm in ("kv", "state", "both"))
     figures: dict[str, Any] = {"recovery": _recoveries(rows)}
     why = f"of the gap keys and values of the dictionary recover {kv}, its states {state}, both {both}"
-    if not setting.model.family.continues:
-        reason = f"not run: {setting.model.family.name} does not continue exactly from a cache"
+    if setting.model.uncontinued:
+        reason = f"not run: {setting.model.uncontinued}"
         figures |= {"states before the last token": reason, "probes": reason}
     else:
         why += (

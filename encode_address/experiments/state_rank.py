@@ -109,9 +109,9 @@ def sequences(text: Text, model: Any, n: int) -> list[tuple[int, ...]]:
 
 def steps(setting: Setting) -> Iterator[Reading]:
     """A reading per source and mark."""
-    model, family = setting.model, setting.model.family
-    if not family.continues:
-        raise RunError(f"{family.name} does not continue exactly from a cache: its rank cannot be read")
+    model = setting.model
+    if model.uncontinued:
+        raise RunError(f"{model.uncontinued}: its rank cannot be read")
     labels = {"experiment": "state-rank", "split": "confirmation"}
     known = roles(setting.layout, setting.circuit)
     hosts = [item.host for item in setting.task.questions(setting.n, setting.seed)]

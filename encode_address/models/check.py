@@ -169,6 +169,8 @@ def _within(name: str, gaps: list[tuple[float, float, str]], exact: bool) -> Fin
 
 def _split(model: HybridModel, exact: bool) -> Finding:
     gaps = []
+    if model.family.continues and model.uncontinued:
+        return Finding("split execution is not used", None, model.uncontinued)
     asked = [(random_ids(model, 2, length, seed=length),) for length in LENGTHS]
     for length, (whole, split) in zip(LENGTHS, model.ask(run_each, both_paths, asked)):
         gaps.append((float((whole - split).abs().max()), float(whole.std()), f"{length} tokens"))
@@ -191,8 +193,11 @@ def path_gap(model: HybridModel, prompts: Sequence[Any]) -> dict[str, Any]:
     """How far the one-token path is from the full forward on these prompts (of equal length), in logits.
 
     In float32 on a CPU it is rounding; in a lower precision it is what patched rows must not be compared across.
-    Returns `largest_logit_difference`, `logit_std`, `same_answer` (how many prompts) and `prompts` (of how many).
+    Returns `largest_logit_difference`, `logit_std`, `same_answer` (how many prompts) and `prompts` (of how many); nothing where
+    the one-token path cannot be run.
     """
+    if model.family.continues and model.uncontinued:
+        return {}
     whole, split = model.ask(both_paths, torch.tensor([prompt.ids for prompt in prompts]))
     return {
         "largest_logit_difference": float((whole - split).abs().max()),

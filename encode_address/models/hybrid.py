@@ -237,6 +237,15 @@ class HybridModel:
         return batch
 
     @property
+    def uncontinued(self) -> str:
+        """Why no run of this model continues from a prefix's cache; "" where runs do."""
+        if not self.family.continues:
+            return f"{self.family.name} does not continue exactly from a cache"
+        if self.family.held and self.elsewhere:
+            return f"{self.family.name} keeps its states on its modules, where only a local model shows them"
+        return ""
+
+    @property
     def elsewhere(self) -> bool:
         """Whether `ask` takes functions to another process."""
         return self.where is not here

@@ -241,8 +241,8 @@ class Engine:
         yield from parts
 
     def _fitting(self, cells: Sequence[Cell]) -> tuple[Sequence[Cell], str]:
-        family = self.model.family
-        return (cells, "") if family.continues else without_continuation(cells, family.name)
+        why = self.model.uncontinued
+        return without_continuation(cells, why) if why else (cells, "")
 
     def facts(self) -> dict[str, Any]:
         """The columns that are the same for every row of this model; with its cell they determine a row."""

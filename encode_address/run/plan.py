@@ -268,16 +268,16 @@ def _continued(cell: Cell) -> list[Prompt]:
     return needed + [edit.donor for _, edit in cell.every_edit if edit.verb == "state"]
 
 
-def without_continuation(cells: Sequence[Cell], family: str) -> tuple[list[Cell], str]:
-    """The cells for a family whose cache cannot be continued exactly: final-path cells as full forwards, and a note.
+def without_continuation(cells: Sequence[Cell], why: str) -> tuple[list[Cell], str]:
+    """The cells for a model whose runs do not continue from a cache (`why`): final-path cells as full forwards, and a note.
 
     Raises RunError for a state transplant, which has no other path.
     """
     if any(edit.verb == "state" for cell in cells for edit in cell.edits):
-        raise RunError(f"{family} does not continue exactly from a cache: state transplants do not run on it")
+        raise RunError(f"{why}: state transplants do not run on it")
     moved = [replace(cell, path=FULL) if cell.path == FINAL else cell for cell in cells]
     count = sum(cell.path == FINAL for cell in cells)
-    note = f"; {family} does not continue exactly from a cache: {count:,} final-position cells run as full forwards"
+    note = f"; {why}: {count:,} final-position cells run as full forwards"
     return moved, note if count else ""
 
 
