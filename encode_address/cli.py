@@ -32,7 +32,7 @@ Knowledge = Annotated[bool | None, typer.Option("--knowledge", help="pruning: si
 Normalisation = Annotated[str | None, typer.Option(help="pruning: own (default) or paper")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="of one trace; default: from free memory")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="start over: forget the rows of earlier runs")]
-Remote = Annotated[bool, typer.Option("--remote", help="run the model on the NDIF server (see encode-address remote)")]
+Remote = Annotated[bool, typer.Option("--remote", help="run it on an NDIF server (encode-address remote)")]
 Deadline = Annotated[float | None, typer.Option(help="--remote: seconds that one job may take (1800)")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what it would cost and stop")]
 
@@ -109,7 +109,7 @@ def run(
     deadline: Deadline = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Run one experiment of the paper: table, conclusion and figures in OUT/<model>/<experiment>/."""
+    """Run one experiment of the paper: table, conclusion and figures."""
     from encode_address import lab
     from encode_address.figures import draw_all
     from encode_address.models.loading import card, load

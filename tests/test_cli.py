@@ -357,18 +357,20 @@ def test_check_reports_that_all_is_well(commands, given, model):
     assert "8 layers, 5 linear, 3 softmax" in done.stdout
 
 
-MEASURING = "--variants --n --seed --quick --text --pool --device --dtype --out --batch-tokens --fresh --dry-run"
+MEASURING = "--variants --n --seed --quick --text --pool --device --dtype --out --batch-tokens --fresh --remote --deadline --dry-run"
 OPTIONS = {
     "find": f"--model --revision {MEASURING}",
     "run": f"--model --revision --list --data --knowledge --normalisation {MEASURING}",
     "transfer": f"--donor --host --source --target --fit --seeds {MEASURING}",
     "replace": f"--donor --host --slot --source --target --truncate {MEASURING}",
-    "paper": "folder --model --n --seed --quick --text --pool --data --knowledge --device --dtype --dry-run",
+    "paper": "folder --model --n --seed --quick --text --pool --data --knowledge --device --dtype --dry-run --remote --deadline",
     "compare": "folder --seeds",
     "check": "model --device --dtype --revision",
     "show": "folder",
     "figures": "folder",
-    "": "find run transfer replace paper compare plan check show figures models train --debug",
+    "remote": "status check",
+    "remote check": "model --revision --deadline",
+    "": "remote find run transfer replace paper compare plan check show figures models train --debug",
 }
 
 

@@ -305,7 +305,7 @@ def test_states_that_a_server_does_not_show_are_refused_and_the_rest_runs_in_ful
     with pytest.raises(RunError, match=f"^{why}: state transplants do not run on it"):
         engine.run(patched(one, FINAL, (0,), verb="state", mode="both"))
     with pytest.raises(RunError, match=f"steering continues from a cache, and {why}"):
-        encode_address.steer(model, "a=1", "a", "b")
+        encode_address.steer(model, "a=1", "a", from_key="b")
     assert path_gap(model, [cell.host for cell in cells]) == {}
 
 

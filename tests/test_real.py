@@ -127,7 +127,8 @@ def test_the_plan_of_a_bundled_model_is_its_dry_run(tmp_path):
     told = outlook("tiny-gdn", n=20, variants=["chat8"], batch_tokens=2000)
     model = encode_address.load("tiny-gdn", device="cpu")
     cost = circuit.dry_run(model, ["chat8"], 20, out=tmp_path, batch_tokens=2000)
-    assert cost in told
+    first, *others = cost.splitlines()  # a model without weights may be on a server, so what goes there is said too
+    assert all(line in told for line in (f"{first}; on a server 2 jobs, ", *others))
     assert "G2 [4-6] -> L7" in told
     assert f"{sum(p.numel() for p in model.module.parameters()):,} parameters" in told
 
