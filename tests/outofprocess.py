@@ -115,3 +115,14 @@ class OutOfProcess(Backend):
         for value in answer["saved"].values():
             save(value)
         push(tracer.info.frame, answer["saved"])
+
+
+def sessions_on(backend):
+    """A model's `where`: what is asked runs in a session on a fresh `backend()`."""
+
+    def ask(model, function, arguments):
+        with model.lm.session(backend=backend()):
+            result = save(function(model, *arguments))
+        return result
+
+    return ask

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from encode_address.models.loading import BUNDLED_DIR, GROUND_TRUTH
-from encode_address.remote import session
 from encode_address.run import plan
 from encode_address.run.engine import Engine
 from tests.oracle_cases import case
-from tests.outofprocess import OutOfProcess, Server
+from tests.outofprocess import OutOfProcess, Server, sessions_on
 from tests.test_engine_batches import every_path
 
 
@@ -39,7 +38,7 @@ def test_every_path_in_sessions(served, monkeypatch, job_tokens):
 
     here, there = Engine(model, batch_tokens=600), Engine(model, batch_tokens=600)
     expected = here.run(cells)
-    monkeypatch.setattr(model, "where", session.on(backend))
+    monkeypatch.setattr(model, "where", sessions_on(backend))
     found = there.run(cells)
     pd.testing.assert_frame_equal(expected, found, rtol=0, atol=1e-6)
     assert expected["said"].tolist() == found["said"].tolist()

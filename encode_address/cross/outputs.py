@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from encode_address.interventions import mixer_output
-from encode_address.run.batch import ids_of
-from encode_address.run.cells import EMBED, FULL
+from encode_address.run.batch import ids_of, in_batches
+from encode_address.run.cells import EMBED
 from encode_address.run.engine import own_threads
 from encode_address.tasks import Prompt
 
@@ -39,13 +39,8 @@ def final_outputs(engine: Any, prompts: Sequence[Prompt], layers: Sequence[int])
     last, found = max(layers), {}
     engine.planned_layer_tokens += (tokens := cost(prompts, layers))
     engine.floor_layer_tokens += tokens
-    by_length: dict[int, list[Prompt]] = {}
-    for prompt in {p.digest: p for p in prompts}.values():
-        by_length.setdefault(len(prompt), []).append(prompt)
-    groups = []
-    for length, group in by_length.items():
-        size = engine.limits.rows(FULL, length)
-        groups += [group[start : start + size] for start in range(0, len(group), size)]
+    distinct = list({prompt.digest: prompt for prompt in prompts}.values())
+    groups = [[distinct[i] for i in some] for some in in_batches(distinct, engine.limits.tokens)]
     each = 4 * len(layers) * model.config.hidden_size
     batches = ((len(some) * len(some[0]), len(some) * each, (ids_of(some), layers, _asked_at(some))) for some in groups)
     with own_threads(model):

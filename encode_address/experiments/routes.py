@@ -52,6 +52,7 @@ from encode_address.experiments.base import Conclusion, Setting, incapable
 from encode_address.experiments.removal import places
 from encode_address.metrics import select
 from encode_address.models.layout import Layout
+from encode_address.run.batch import ids_of, in_batches
 from encode_address.run.cells import FINAL, FULL, Cell, Edit
 from encode_address.run.reading import Reading
 from encode_address.stats import Estimate, estimate, per_pair, ratio
@@ -170,18 +171,10 @@ def mean_log_decay(model, ids, names):
 
 def read_gates(engine: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """A row per prompt, linear layer and head: the mean of g over the prompt's tokens."""
-    model, rows, groups = engine.model, [], []
+    model, rows, groups = engine.model, [], in_batches(prompts, engine.limits.tokens)
     names = {layer: gate_projection(model, layer) for layer in model.linear_layers}
     block_of = {layer: block.name for block in model.layout.blocks for layer in block.layers}
-    lengths: dict[int, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        lengths.setdefault(len(prompt), []).append(i)
-    for length, some in lengths.items():
-        size = max(1, engine.limits.tokens // length)
-        groups += [some[start : start + size] for start in range(0, len(some), size)]
-    batches = (
-        (ids.numel(), 0, (ids, names)) for ids in (torch.tensor([prompts[i].ids for i in one]) for one in groups)
-    )
+    batches = ((ids.numel(), 0, (ids, names)) for ids in (ids_of([prompts[i] for i in one]) for one in groups))
     for which, seen in zip(groups, engine.each(mean_log_decay, batches)):
         for layer, g in seen.items():
             rows += [

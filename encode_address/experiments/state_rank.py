@@ -40,6 +40,7 @@ from encode_address.errors import RunError
 from encode_address.experiments.base import Circuit, Conclusion, Setting
 from encode_address.metrics import select
 from encode_address.models.layout import Layout
+from encode_address.run.batch import ids_of, in_batches
 from encode_address.run.memory import out_of_memory
 from encode_address.run.reading import Reading
 from encode_address.run.steps import states_after
@@ -145,17 +146,9 @@ def read(engine: Any, prompts: Sequence[Prompt], known: Mapping[str, str] | None
 
 def _states(engine: Any, prompts: Sequence[Prompt]) -> Iterator[tuple[list[int], dict[int, torch.Tensor]]]:
     """For each trace: which prompts ran, and each linear layer's recurrent states (batch, heads, rows, columns) after them."""
-    model, lengths, groups = engine.model, {}, []
-    for i, prompt in enumerate(prompts):
-        lengths.setdefault(len(prompt), []).append(i)
-    for length, some in lengths.items():
-        size = max(1, engine.limits.tokens // length)
-        groups += [some[start : start + size] for start in range(0, len(some), size)]
+    model, groups = engine.model, in_batches(prompts, engine.limits.tokens)
     each = model.cache_bytes(0)
-    batches = (
-        (ids.numel(), len(ids) * each, (ids,))
-        for ids in (torch.tensor([prompts[i].ids for i in one]) for one in groups)
-    )
+    batches = ((ids.numel(), len(ids) * each, (ids,)) for ids in (ids_of([prompts[i] for i in one]) for one in groups))
     try:
         for which, saved in zip(groups, engine.each(states_after, batches)):
             if missing := [layer for layer in model.linear_layers if layer not in saved]:
@@ -167,7 +160,7 @@ def _states(engine: Any, prompts: Sequence[Prompt]) -> Iterator[tuple[list[int],
         if not out_of_memory(error):
             raise
         raise RunError(
-            f"out of memory with prompts of {max(lengths)} tokens: use --batch-tokens, --dtype bfloat16, or a shorter --text"
+            f"out of memory with prompts of {max(map(len, prompts))} tokens: use --batch-tokens, --dtype bfloat16, or a shorter --text"
         ) from error
 
 

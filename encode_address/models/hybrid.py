@@ -23,10 +23,15 @@ from encode_address.errors import ModelError, TaskError
 from encode_address.interventions import read_cache
 from encode_address.models.families import Family
 from encode_address.models.layout import Block, Layout
-from encode_address.remote.session import here
+from encode_address.models.view import continuation, view
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22
+
+
+def here(model: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Run `function(model, *arguments)` in this process."""
+    return function(model, *arguments)
 
 
 class HybridModel:
@@ -339,7 +344,7 @@ class HybridModel:
             "logits_scaling": self.logits_scaling,
             "logits_cap": self.logits_cap,
         }
-        return _view, (self.lm, facts)
+        return view, (self.lm, facts)
 
     # -- helpers -------------------------------------------------------------
     @staticmethod
@@ -359,16 +364,6 @@ class HybridModel:
 
     def _softmax_names(self) -> str:
         return ", ".join(f"L{i}" for i in self.softmax_layers)
-
-
-def continuation(last, length, cache):
-    """See `HybridModel.continuation`."""
-    # Without a mask of full length nnsight makes one of one token, and the softmax layers mask wrongly, silently.
-    mask = torch.ones(len(last), length, dtype=torch.long, device=last.device)
-    # Some models count positions from 0 again when they are not given.
-    positions = torch.full_like(last, length - 1)
-    known = {"input_ids": last, "attention_mask": mask, "position_ids": positions}
-    return {**known, "cache": cache, "use_cache": True}
 
 
 def _place(layer: torch.nn.Module, path: str) -> tuple[Any, str]:
@@ -396,43 +391,3 @@ def _weigh(value: torch.Tensor) -> list[int]:
         place = torch.arange(1, chunk.numel() + 1, device=chunk.device)
         sums += [int(chunk.sum(dtype=torch.int64)), int((chunk * place).sum())]
     return sums
-
-
-def _view(lm: Any, facts: dict[str, Any]) -> types.SimpleNamespace:
-    """What a HybridModel is on a server: its uniform names and plain facts, nothing else.
-
-    `attention_op` is not among them: it must be called outside a trace.
-    """
-    blocks = facts["blocks"]
-
-    def mixers(names):
-        layers = []
-        for name in names.split("+"):
-            layers += [int(name[1:])] if name[0] == "L" else blocks[name].layers
-        return [lm.layers[i].mixer for i in sorted(set(layers))]
-
-    def trace(prompts, **kwargs):
-        kwargs.setdefault("use_cache", False)
-        if isinstance(prompts, torch.Tensor):
-            kwargs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts), **kwargs}
-            return lm.trace(**kwargs)
-        return lm.trace(prompts, **kwargs)
-
-    def stop(tracer):
-        pass
-
-    def prefix(ids):
-        with torch.no_grad(), trace(ids, use_cache=True, logits_to_keep=1) as tracer:
-            cache = tracer.result.cache.save()
-        return cache
-
-    names = {"layers": lm.layers, "embed": lm.embed, "final_norm": lm.final_norm, "lm_head": lm.lm_head}
-    known = {
-        "mixers": mixers,
-        "trace": trace,
-        "prefix": prefix,
-        "stop": stop,
-        "continuation": continuation,
-        "held": None,
-    }
-    return types.SimpleNamespace(lm=lm, **known, **names, **facts)

@@ -16,6 +16,19 @@ def ids_of(prompts: Sequence[Prompt]) -> torch.Tensor:
     return torch.tensor([prompt.ids for prompt in prompts])
 
 
+def in_batches(prompts: Sequence[Prompt], tokens: int) -> list[list[int]]:
+    """The places of prompts in batches of one length and at most `tokens` tokens, one prompt at least."""
+    lengths: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        lengths.setdefault(len(prompt), []).append(i)
+    return [
+        some[start : start + size]
+        for length, some in lengths.items()
+        for size in [max(1, tokens // length)]
+        for start in range(0, len(some), size)
+    ]
+
+
 def entries_of(prompts: Sequence[Prompt]) -> torch.Tensor:
     """(batch, entries, positions): 1 where a token belongs to an entry of the prompt's dictionary."""
     out = torch.zeros(len(prompts), len(prompts[0].keys), len(prompts[0]))
